@@ -1,0 +1,1 @@
+"""What every model is built of: states, mixers, the stack, decoding, weights. Knows ops, no architecture."""

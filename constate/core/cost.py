@@ -1,0 +1,110 @@
+"""What a forward costs on paper: FLOPs and bytes by component. Knows arithmetic, no tensors' values.
+
+FLOPs count a multiply and an add as two and take in matrix products, attention (causal: only the pairs
+that are seen), convolutions and recurrences in their token-by-token form; norms, activations and other
+work of one operation an element are left out. Bytes are what must cross the memory bus at least once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of `new` tokens after `past` ones, in one row unless scaled by `times`.
+
+    `flops` by component; `weights` maps a weight's identity to the bytes of it that are read, so that a
+    shared weight counts once; `read` and `written` are bytes of "state", "conv" and "kv"; `held` is what
+    the row keeps afterwards, by the same kinds.
+    """
+
+    flops: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[int, int] = field(default_factory=dict)
+    read: Mapping[str, int] = field(default_factory=dict)
+    written: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            _sum(self.flops, other.flops),
+            {**self.weights, **other.weights},
+            _sum(self.read, other.read),
+            _sum(self.written, other.written),
+            _sum(self.held, other.held),
+        )
+
+    def times(self, rows: int) -> Cost:
+        """The same for `rows` rows at once: everything but the weights is paid by each row."""
+        by = {name: {k: n * rows for k, n in getattr(self, name).items()} for name in _PER_ROW}
+        return replace(self, **by)
+
+    def stored(self, kind: str, dtype: torch.dtype) -> Cost:
+        """The same with this kind of state, priced as float32 by its mixer, held in `dtype`."""
+        maps = {name: dict(getattr(self, name)) for name in ("read", "written", "held")}
+        for entries in maps.values():
+            if kind in entries:
+                entries[kind] = entries[kind] * dtype.itemsize // 4
+        return replace(self, **maps)
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    @property
+    def traffic(self) -> int:
+        """Bytes over the memory bus: weights once, state, history and KV read and written."""
+        return self.weight_bytes + sum(self.read.values()) + sum(self.written.values())
+
+
+_PER_ROW = ("flops", "read", "written", "held")
+
+
+def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {k: a.get(k, 0) + b.get(k, 0) for k in {**a, **b}}
+
+
+def read_weights(*weights: Tensor | None) -> dict[int, int]:
+    """Each weight once, whole, by identity."""
+    return {id(w): w.numel() * w.element_size() for w in weights if w is not None}
+
+
+def matmul(new: int, *weights: Tensor) -> int:
+    """FLOPs of `new` rows through each of these matrices."""
+    return sum(2 * new * w.numel() for w in weights)
+
+
+def carried(kind: str, nbytes: int, *, new: int) -> dict[str, dict[str, int]]:
+    """Read, written and held entries of a state of fixed size that a pass carries along."""
+    moved = {kind: nbytes if new else 0}
+    return {"read": moved, "written": moved, "held": {kind: nbytes}}
+
+
+def linear_scan(new: int, h: int, dk: int, dv: int) -> int:
+    """Decay 1, write 2, read 2 FLOPs an element of state, token by token."""
+    return 5 * new * h * dk * dv
+
+
+def delta_scan(new: int, h: int, dk: int, dv: int) -> int:
+    """Decay 1, recall 2, write 2, read 2 FLOPs an element of state, token by token."""
+    return 7 * new * h * dk * dv
+
+
+def selective_scan(new: int, c: int, s: int) -> int:
+    """Discretise 1, decay 1, write 2, read 2 FLOPs an element of state, token by token."""
+    return 6 * new * c * s
+
+
+def causal_pairs(new: int, past: int, window: int | None = None) -> int:
+    """How many (query, key) pairs `new` tokens after `past` ones see."""
+    if window is None:
+        return new * past + new * (new + 1) // 2
+    return sum(min(past + i + 1, window) for i in range(new))

@@ -1,0 +1,250 @@
+"""The stack of blocks and the language model around it. Knows mixers by their protocol alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.dispatch import Ops, select
+from ..spans import Spans
+from .cache import Cache
+from .cost import Cost, matmul, read_weights
+from .mixer import Call, Mixer
+from .state import State
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from .architecture import Architecture
+
+
+class Block(nn.Module):
+    """Residual branches one after the other: x + f(norm(x)) for each named (norm, f)."""
+
+    def __init__(self, **branches: tuple[nn.Module, Mixer]):
+        super().__init__()
+        self.branches = tuple(branches.values())
+        for name, (norm, mixer) in branches.items():
+            self.add_module(f"{name}_norm", norm)
+            self.add_module(name, mixer)
+
+
+class Model(nn.Module):
+    """Embedding, blocks, final norm and head behind one decode interface.
+
+    `config` is the architecture's frozen Config; `tokenizer`, `eos_ids` and `vocab` (how many ids are
+    real: rows of the head beyond it are padding) are set by loading. `embed_scale` multiplies the
+    embedding; `residual_float32` keeps the residual stream in float32 whatever the weights' dtype.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        blocks: Sequence[Block],
+        norm: nn.Module,
+        *,
+        vocab: int,
+        d: int,
+        tied: bool,
+        embed_scale: float = 1.0,
+        residual_float32: bool = False,
+    ):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(vocab, d)
+        self.blocks = nn.ModuleList(blocks)
+        self.branches = tuple(branch for block in blocks for branch in block.branches)
+        self.norm = norm
+        self.head = nn.Linear(d, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.embed_scale, self.residual_float32 = embed_scale, residual_float32
+        self.vocab = vocab
+        self.eos_ids: frozenset[int] = frozenset()
+        self.tokenizer: Tokenizer | None = None
+        self.architecture: Architecture | None = None
+        self.state_dtype = torch.float32
+        self.ops: Ops = select("auto", "cpu")
+        self._fingerprint: str | None = None
+
+    # -- the decode interface -------------------------------------------------------------------
+
+    def forward(
+        self,
+        tokens: Tensor,
+        spans: Spans,
+        cache: Cache | None = None,
+        *,
+        at: str = "all",
+        keep: bool | Sequence[int] = True,
+    ) -> Tensor:
+        """Logits of packed tokens.
+
+        tokens (n,) int64, packed by spans. Returns (n, vocab) float32, or with at="last" (rows, vocab),
+        NaN for an empty span. With a cache the rows continue from it and it absorbs the tokens (under
+        no_grad): `keep=False` absorbs none, a list the first k of each row; both only where every state
+        can drop its tail. Raises ValueError for lengths, ids, rows or a cache that do not fit.
+        """
+        if at not in ("all", "last"):
+            raise ValueError(f"at={at!r}: 'all' gives logits for every token, 'last' for each row's last")
+        self._check_tokens(tokens, spans)
+        if cache is None:
+            past = torch.zeros(spans.rows, dtype=torch.int64, device=tokens.device)
+            call = Call(spans, self.ops, (0,) * spans.rows, past)
+            return self._logits(self._hidden(tokens, call, None), spans, at)
+        self._check_cache(cache, spans.rows, tokens)
+        kept = self._kept(cache, spans, keep)
+        with torch.no_grad():
+            cache.reserve(spans.lengths)
+            call = Call(spans, self.ops, cache.lengths, cache.past, cache.states)
+            logits = self._logits(self._hidden(tokens, call, cache.states), spans, at)
+            cache.advance(kept)
+        return logits
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """One token a row: tokens (rows,) int64 to logits (rows, vocab) float32; the cache advances."""
+        spans = Spans.ones(cache.rows, tokens.device)
+        self._check_tokens(tokens, spans)
+        self._check_cache(cache, tokens.shape[0], tokens)
+        cache.reserve(spans.lengths)
+        call = Call(spans, self.ops, cache.lengths, cache.past, cache.states)
+        x = self._enter(tokens)
+        for (norm, mixer), state in zip(self.branches, cache.states, strict=True):
+            x = x + mixer.step(self._cast(norm(x), mixer), call, state)
+        logits = self._head(x)
+        cache.advance(spans.lengths)
+        return logits
+
+    def init_cache(self, rows: int, capacity: int | None = None) -> Cache:
+        """An empty cache of `rows` rows. With `capacity` there is room for that many tokens a row and no
+        more; without one it grows as needed."""
+        if rows < 1:
+            raise ValueError(f"init_cache(rows={rows}): at least one row is wanted")
+        room = capacity or 0
+        states = tuple(mixer.init_state(rows, room, self.state_dtype) for mixer in self.mixers())
+        past = torch.zeros(rows, dtype=torch.int64, device=self.embed.weight.device)
+        return Cache(states, (0,) * rows, room, capacity is not None, self.fingerprint, past)
+
+    def cost(self, new: int = 1, past: int = 0, rows: int = 1) -> Cost:
+        """FLOPs and bytes of `new` tokens a row after `past`, logits for the last token of each row."""
+        total = Cost()
+        for mixer in self.mixers():
+            total = total + mixer.cost(new, past)
+        total = total.stored("state", self.state_dtype)
+        head = self.head.weight
+        total = (total + Cost({"head": matmul(1 if new else 0, head)}, read_weights(head))).times(rows)
+        norms = [m.weight for m in self.modules() if not isinstance(m, Mixer) and _is_norm(m)]
+        weights = {**read_weights(*norms), **total.weights}
+        if self.head.weight is not self.embed.weight:
+            row = self.embed.weight[0].numel() * self.embed.weight.element_size()
+            weights[id(self.embed.weight)] = min(rows * new, self.embed.num_embeddings) * row
+        return Cost(total.flops, weights, total.read, total.written, total.held)
+
+    # -- what it is -----------------------------------------------------------------------------
+
+    def mixers(self) -> list[Mixer]:
+        """Every invocation of a mixer, in call order; `Cache.states` has the same order."""
+        return [mixer for _, mixer in self.branches]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, a shared one once."""
+        return sum(read_weights(*self.parameters()).values())
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this model's states from another's: its config and samples of every weight, rounded
+        to bfloat16 so that loading in another dtype keeps it."""
+        if self._fingerprint is None:
+            digest = hashlib.blake2b(repr(self.config).encode(), digest_size=8)
+            for name, weight in self.state_dict().items():
+                flat = weight.detach().flatten()
+                sample = flat[:: max(1, flat.numel() // 64)].to(torch.bfloat16).cpu()
+                digest.update(f"{name}{tuple(weight.shape)}{sample.tolist()}".encode())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def to_dtype(self, dtype: torch.dtype) -> Model:
+        """Cast every parameter but those that its module declares `float32`."""
+        for module in self.modules():
+            kept = getattr(type(module), "float32", frozenset())
+            for name, p in module.named_parameters(recurse=False):
+                p.data = p.data.to(torch.float32 if name in kept else dtype)
+        return self
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _enter(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.embed.weight)
+        x = x.float() if self.residual_float32 else x
+        return x if self.embed_scale == 1.0 else x * self.embed_scale
+
+    def _hidden(self, tokens: Tensor, call: Call, states: Sequence[State] | None) -> Tensor:
+        x = self._enter(tokens)
+        for i, (norm, mixer) in enumerate(self.branches):
+            x = x + mixer(self._cast(norm(x), mixer), call, states[i] if states else None)
+        return x
+
+    def _cast(self, x: Tensor, mixer: Mixer) -> Tensor:
+        return x.to(mixer.like.dtype) if self.residual_float32 else x
+
+    def _head(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x).to(self.head.weight.dtype)).float()
+
+    def _logits(self, x: Tensor, spans: Spans, at: str) -> Tensor:
+        if at == "all":
+            return self._head(x)
+        if min(spans.lengths) > 0:
+            return self._head(x[spans.last])
+        full = [r for r, n in enumerate(spans.lengths) if n]
+        logits = x.new_full((spans.rows, self.head.out_features), math.nan, dtype=torch.float32)
+        if full:
+            logits[full] = self._head(x[spans.last[full]])
+        return logits
+
+    def _kept(self, cache: Cache, spans: Spans, keep: bool | Sequence[int]) -> tuple[int, ...]:
+        if keep is True:
+            return spans.lengths
+        kept = (0,) * spans.rows if keep is False else tuple(keep)
+        if len(kept) != spans.rows or any(not 0 <= k <= n for k, n in zip(kept, spans.lengths, strict=True)):
+            raise ValueError(f"keep={list(kept)}: one count a row is wanted, at most the span's length")
+        ends = zip(cache.lengths, spans.lengths, kept, strict=True)
+        if any(k < n and not cache.can_drop(length + n) for length, n, k in ends):
+            raise ValueError(
+                "keep: this cache holds a recurrent state, or a window that would be overwritten, and cannot "
+                "read tokens without absorbing them. Work on cache.clone() instead"
+            )
+        return kept
+
+    def _check_tokens(self, tokens: Tensor, spans: Spans) -> None:
+        if tokens.ndim != 1 or tokens.shape[0] != spans.total:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)} with spans of {spans.total} tokens: one flat (n,) tensor is "
+                "wanted, the rows laid end to end without padding"
+            )
+        if tokens.device != self.embed.weight.device:
+            raise ValueError(f"tokens on {tokens.device}, the model on {self.embed.weight.device}")
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = torch.aminmax(tokens)
+            if low < 0 or high >= self.embed.num_embeddings:
+                bad = int(high) if high >= self.embed.num_embeddings else int(low)
+                raise ValueError(f"token id {bad} is outside the vocabulary of {self.embed.num_embeddings}")
+
+    def _check_cache(self, cache: Cache, rows: int, tokens: Tensor) -> None:
+        if cache.model != self.fingerprint:
+            raise ValueError(f"this cache was made by another model ({cache.model}, not {self.fingerprint})")
+        if cache.rows != rows:
+            raise ValueError(f"the cache has {cache.rows} rows and {rows} rows of tokens were given")
+        if cache.past.device != tokens.device:
+            raise ValueError(f"the cache is on {cache.past.device}, the tokens on {tokens.device}")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "weight" in getattr(type(module), "float32", frozenset()) or isinstance(module, nn.LayerNorm)

@@ -1,0 +1,48 @@
+"""Normalisation over the last axis. Weights stay float32; the output has the input's dtype."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in float32 (Zhang & Sennrich, 1910.07467)."""
+
+    float32: ClassVar[frozenset[str]] = frozenset({"weight"})
+
+    def __init__(self, width: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS norm of the output of a mixer with a SiLU gate, over groups of the last axis.
+
+    `before` norms first and gates then (Gated DeltaNet, GLA); otherwise the gated value is normed
+    (Mamba-2). x and gate (..., width); each of the `groups` slices of the width has its own rms.
+    """
+
+    float32: ClassVar[frozenset[str]] = frozenset({"weight"})
+
+    def __init__(self, width: int, eps: float = 1e-5, *, groups: int = 1, before: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps, self.groups, self.before = eps, groups, before
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        dtype, gate = x.dtype, F.silu(gate.float())
+        x = x.float() if self.before else x.float() * gate
+        if self.groups == 1:
+            x = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        else:
+            split = x.unflatten(-1, (self.groups, -1))
+            x = F.rms_norm(split, split.shape[-1:], None, self.eps).flatten(-2) * self.weight
+        return (x * gate if self.before else x).to(dtype)

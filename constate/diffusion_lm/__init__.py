@@ -1,0 +1,1 @@
+"""Masked text diffusion, one file a published architecture."""

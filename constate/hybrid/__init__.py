@@ -1,0 +1,1 @@
+"""Models whose layers differ, and the transformer, whose every layer is attention."""

@@ -1,0 +1,1 @@
+"""Linear attention with a recurrent state, one file a published architecture."""

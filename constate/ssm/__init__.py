@@ -1,0 +1,1 @@
+"""State-space models, one file a published architecture."""
