@@ -82,10 +82,10 @@ def matmul(new: int, *weights: Tensor) -> int:
     return sum(2 * new * w.numel() for w in weights)
 
 
-def carried(kind: str, nbytes: int, *, new: int) -> dict[str, dict[str, int]]:
-    """Read, written and held entries of a state of fixed size that a pass carries along."""
+def carried(kind: str, nbytes: int, new: int) -> Cost:
+    """A state of fixed size: read and written once by a pass over any number of new tokens, and held."""
     moved = {kind: nbytes if new else 0}
-    return {"read": moved, "written": moved, "held": {kind: nbytes}}
+    return Cost(read=moved, written=moved, held={kind: nbytes})
 
 
 def linear_scan(new: int, h: int, dk: int, dv: int) -> int:

@@ -140,8 +140,8 @@ class Model(nn.Module):
         total = total.stored("state", self.state_dtype)
         head = self.head.weight
         total = (total + Cost({"head": matmul(1 if new else 0, head)}, read_weights(head))).times(rows)
-        norms = [m.weight for m in self.modules() if not isinstance(m, Mixer) and _is_norm(m)]
-        weights = {**read_weights(*norms), **total.weights}
+        norms = [norm for norm, _ in self.branches] + [self.norm]
+        weights = {**read_weights(*(w for n in norms for w in n.parameters())), **total.weights}
         if self.head.weight is not self.embed.weight:
             row = self.embed.weight[0].numel() * self.embed.weight.element_size()
             weights[id(self.embed.weight)] = min(rows * new, self.embed.num_embeddings) * row
@@ -244,7 +244,3 @@ class Model(nn.Module):
             raise ValueError(f"the cache has {cache.rows} rows and {rows} rows of tokens were given")
         if cache.past.device != tokens.device:
             raise ValueError(f"the cache is on {cache.past.device}, the tokens on {tokens.device}")
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "weight" in getattr(type(module), "float32", frozenset()) or isinstance(module, nn.LayerNorm)

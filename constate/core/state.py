@@ -8,6 +8,7 @@ fields; a new kind of state is a dataclass with shapes in its docstring. Knows n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
@@ -163,6 +164,16 @@ def zip_leaves(states: Sequence[State]) -> Iterator[tuple[str, list[Tensor], Lea
         raise ValueError(f"these states have different fields: {names[0][:4]}... and {names[-1][:4]}...")
     for parts in zip(*walks, strict=True):
         yield parts[0][0], [t for _, t, _ in parts], parts[0][2]
+
+
+@contextmanager
+def in_float32(stored: Tensor) -> Iterator[Tensor]:
+    """What a step op updates in place: the state itself where it is stored as float32, else a float32 copy
+    that is rounded back on leaving, so that the output never sees the rounding of its own token."""
+    exact = stored.float()
+    yield exact
+    if exact is not stored:
+        stored.copy_(exact)
 
 
 def grown(tensor: Tensor, capacity: int) -> Tensor:

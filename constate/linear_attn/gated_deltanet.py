@@ -21,7 +21,7 @@ from ..core.decay import log_rates, step_bias
 from ..core.mixer import Call, Mixer
 from ..core.norms import GatedRMSNorm
 from ..core.short_conv import ShortConv
-from ..core.state import ConvSSM, State
+from ..core.state import ConvSSM, State, in_float32
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class GatedDeltaNet(Mixer):
         assert isinstance(state, ConvSSM)
         qkv, gate, ba = self._enter(x)
         q, k, v, decay, beta = self._operands(self.conv.step(qkv, call, state.conv), ba)
-        o = call.ops.gated_delta_step(q, k, v, decay, beta, state.ssm, scale=self.dk**-0.5)
+        with in_float32(state.ssm) as ssm:
+            o = call.ops.gated_delta_step(q, k, v, decay, beta, ssm, scale=self.dk**-0.5)
         return self._leave(o, gate)
 
     def cost(self, new: int, past: int) -> Cost:
@@ -83,9 +84,9 @@ class GatedDeltaNet(Mixer):
             "conv": self.conv.flops(new),
             "scan": delta_scan(new, self.h, self.dk, self.dv),
         }
-        ssm = carried("state", 4 * self.h * self.dk * self.dv, new=new)
-        both = Cost(flops, read_weights(*self.parameters()), **ssm)
-        return both + Cost(**carried("conv", self.conv.history_bytes, new=new))
+        state = carried("state", 4 * self.h * self.dk * self.dv, new)
+        history = carried("conv", self.conv.history_bytes, new)
+        return Cost(flops, read_weights(*self.parameters())) + state + history
 
     @property
     def like(self) -> Tensor:

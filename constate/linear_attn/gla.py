@@ -18,7 +18,7 @@ from ..core.cost import Cost, carried, linear_scan, matmul, read_weights
 from ..core.mixer import Call, Mixer
 from ..core.norms import GatedRMSNorm
 from ..core.short_conv import ShortConv
-from ..core.state import ConvSSM, State
+from ..core.state import ConvSSM, State, in_float32
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class GLA(Mixer):
         assert isinstance(state, ConvSSM)
         qkv, gate, low = self._enter(x)
         q, k, v, decay = self._operands(self.conv.step(qkv, call, state.conv) if self.conv else qkv, low)
-        o = call.ops.gated_linear_step(q, k, v, decay, state.ssm, scale=self.dk**-0.5)
+        with in_float32(state.ssm) as ssm:
+            o = call.ops.gated_linear_step(q, k, v, decay, ssm, scale=self.dk**-0.5)
         return self._leave(o, gate)
 
     def cost(self, new: int, past: int) -> Cost:
@@ -78,9 +79,8 @@ class GLA(Mixer):
             "scan": linear_scan(new, self.h, self.dk, self.dv),
         }
         history = self.conv.history_bytes if self.conv else 0
-        ssm = carried("state", 4 * self.h * self.dk * self.dv, new=new)
-        both = Cost(flops, read_weights(*self.parameters()), **ssm)
-        return both + Cost(**carried("conv", history, new=new))
+        state = carried("state", 4 * self.h * self.dk * self.dv, new) + carried("conv", history, new)
+        return Cost(flops, read_weights(*self.parameters())) + state
 
     @property
     def like(self) -> Tensor:

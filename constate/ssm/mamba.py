@@ -17,7 +17,7 @@ from ..core.cost import Cost, carried, matmul, read_weights, selective_scan
 from ..core.decay import step_bias
 from ..core.mixer import Call, Mixer
 from ..core.short_conv import ShortConv
-from ..core.state import ConvSSM, State
+from ..core.state import ConvSSM, State, in_float32
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class Mamba(Mixer):
         x, z = self._enter(x)
         x = self.conv.step(x, call, state.conv)
         dt, b, c = self._operands(x)
-        o = call.ops.selective_step(
-            x, dt, -self.a_log.exp(), b, c, state.ssm, d=self.d, z=z, dt_bias=self.dt_bias
-        )
+        with in_float32(state.ssm) as ssm:
+            o = call.ops.selective_step(
+                x, dt, -self.a_log.exp(), b, c, ssm, d=self.d, z=z, dt_bias=self.dt_bias
+            )
         return self.out_proj(o.to(z.dtype))
 
     def cost(self, new: int, past: int) -> Cost:
@@ -83,9 +84,8 @@ class Mamba(Mixer):
             "conv": self.conv.flops(new),
             "scan": selective_scan(new, self.inner, self.s),
         }
-        ssm = carried("state", 4 * self.inner * self.s, new=new)
-        both = Cost(flops, read_weights(*self.parameters()), **ssm)
-        return both + Cost(**carried("conv", self.conv.history_bytes, new=new))
+        state = carried("state", 4 * self.inner * self.s, new) + carried("conv", self.conv.history_bytes, new)
+        return Cost(flops, read_weights(*self.parameters())) + state
 
     @property
     def like(self) -> Tensor:

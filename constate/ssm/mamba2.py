@@ -22,7 +22,7 @@ from ..core.mixer import Call, Mixer
 from ..core.model import Block, Model
 from ..core.norms import GatedRMSNorm, RMSNorm
 from ..core.short_conv import ShortConv
-from ..core.state import ConvSSM, State
+from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, reshape, same
 
 
@@ -81,7 +81,9 @@ class Mamba2(Mixer):
         assert isinstance(state, ConvSSM)
         z, xbc, dt = self._enter(x)
         q, k, v, decay, x = self._operands(self.conv.step(xbc, call, state.conv), dt)
-        return self._leave(call.ops.gated_linear_step(q, k, v, decay, state.ssm), x, z)
+        with in_float32(state.ssm) as ssm:
+            o = call.ops.gated_linear_step(q, k, v, decay, ssm)
+        return self._leave(o, x, z)
 
     def cost(self, new: int, past: int) -> Cost:
         flops = {
@@ -89,9 +91,9 @@ class Mamba2(Mixer):
             "conv": self.conv.flops(new),
             "scan": linear_scan(new, self.h, self.s, self.p),
         }
-        ssm = carried("state", 4 * self.h * self.s * self.p, new=new)
-        both = Cost(flops, read_weights(*self.parameters()), **ssm)
-        return both + Cost(**carried("conv", self.conv.history_bytes, new=new))
+        state = carried("state", 4 * self.h * self.s * self.p, new)
+        history = carried("conv", self.conv.history_bytes, new)
+        return Cost(flops, read_weights(*self.parameters())) + state + history
 
     @property
     def like(self) -> Tensor:
