@@ -174,7 +174,8 @@ class Cache(State):
                 if stored.shape != empty.shape:
                     raise ValueError(f"{path}: {name} is {tuple(stored.shape)}, not {tuple(empty.shape)}")
                 # Copied: a mapped tensor may be misaligned, and other vector loops round differently.
-                return torch.empty_like(empty, dtype=stored.dtype).copy_(stored)
+                # In this model's dtypes: a file may come from the same weights loaded in another.
+                return torch.empty_like(empty).copy_(stored)
 
             return cache.map(fresh)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 
@@ -43,13 +42,13 @@ class Cost:
         by = {name: {k: n * rows for k, n in getattr(self, name).items()} for name in _PER_ROW}
         return replace(self, **by)
 
-    def stored(self, kind: str, dtype: torch.dtype) -> Cost:
-        """The same with this kind of state, priced as float32 by its mixer, held in `dtype`."""
-        maps = {name: dict(getattr(self, name)) for name in ("read", "written", "held")}
-        for entries in maps.values():
-            if kind in entries:
-                entries[kind] = entries[kind] * dtype.itemsize // 4
-        return replace(self, **maps)
+    def stored_in(self, itemsize: int) -> Cost:
+        """The same where recurrent state, which mixers price as float32, takes `itemsize` bytes a number."""
+        by = {name: dict(getattr(self, name)) for name in ("read", "written", "held")}
+        for entries in by.values():
+            if "state" in entries:
+                entries["state"] = entries["state"] * itemsize // 4
+        return replace(self, **by)
 
     @property
     def total_flops(self) -> int:

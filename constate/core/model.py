@@ -38,8 +38,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks, final norm and head behind one decode interface.
 
-    `config` is the architecture's frozen Config; `tokenizer`, `eos_ids` and `vocab` (how many ids are
-    real: rows of the head beyond it are padding) are set by loading. `embed_scale` multiplies the
+    `config` is the architecture's frozen Config; `tokenizer`, `chat_template`, `special_tokens`, `eos_ids`
+    and `vocab` (how many ids are real: rows of the head beyond it are padding) are set by loading. `embed_scale` multiplies the
     embedding; `residual_float32` keeps the residual stream in float32 whatever the weights' dtype.
     """
 
@@ -68,6 +68,8 @@ class Model(nn.Module):
         self.vocab = vocab
         self.eos_ids: frozenset[int] = frozenset()
         self.tokenizer: Tokenizer | None = None
+        self.chat_template: str | None = None
+        self.special_tokens: dict[str, str] = {}
         self.architecture: Architecture | None = None
         self.state_dtype = torch.float32
         self.ops: Ops = select("auto", "cpu")
@@ -136,8 +138,7 @@ class Model(nn.Module):
         """FLOPs and bytes of `new` tokens a row after `past`, logits for the last token of each row."""
         total = Cost()
         for mixer in self.mixers():
-            total = total + mixer.cost(new, past)
-        total = total.stored("state", self.state_dtype)
+            total = total + mixer.cost(new, past).stored_in(self.state_dtype.itemsize)
         head = self.head.weight
         total = (total + Cost({"head": matmul(1 if new else 0, head)}, read_weights(head))).times(rows)
         norms = [norm for norm, _ in self.branches] + [self.norm]

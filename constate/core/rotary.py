@@ -44,7 +44,7 @@ class Rotary:
             rotary = Rotary(tuple(base))
             p.pop("original_max_position_embeddings", None)
         elif kind == "linear":
-            scale = float(p.pop("factor"))
+            scale = _need(p, "factor", kind)
             rotary = Rotary(tuple(f / scale for f in base))
         elif kind == "llama3":
             rotary = _llama3(base, p, max_positions)
@@ -76,9 +76,15 @@ class Rotary:
         return turned if self.dim == x.shape[-1] else torch.cat([turned, x[..., self.dim :]], dim=-1)
 
 
+def _need(p: dict[str, Any], key: str, kind: str) -> float:
+    if key not in p:
+        raise ValueError(f"rope_type {kind!r} wants {key}")
+    return float(p.pop(key))
+
+
 def _llama3(base: list[float], p: dict[str, Any], max_positions: int | None) -> Rotary:
     """Llama 3.1: long waves are slowed by `factor`, short ones kept, a ramp between."""
-    factor, low, high = (float(p.pop(k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (_need(p, k, "llama3") for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = p.pop("original_max_position_embeddings", None) or max_positions
     if original is None:
         raise ValueError("rope_type 'llama3' wants original_max_position_embeddings")

@@ -1,0 +1,127 @@
+"""The tensors of a checkpoint folder: one safetensors file or several, read one tensor at a time.
+
+Knows files and names; no model. Pickled weights are refused, since reading them can run any code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """Names to tensors, each read when asked for. A tensor may share memory with the mapped file."""
+
+    def __init__(self, folder: Path):
+        """Opens the files. Raises ValueError for missing shards (named), broken files, pickled weights."""
+        self.folder = folder
+        listed = _listed(folder)
+        files = sorted(set(listed.values())) if listed else _files(folder)
+        if absent := [name for name in files if not (folder / name).is_file()]:
+            raise ValueError(
+                f"{folder}: missing {', '.join(absent)}, of {len(files)} files of weights. Was the download "
+                "or copy interrupted?"
+            )
+        opened = {name: _open(folder / name) for name in files}
+        self._home = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118  (no mapping)
+        if absent := [f"{key} (in {name})" for key, name in listed.items() if key not in opened[name].keys()]:  # noqa: SIM118
+            raise ValueError(f"{folder}: {INDEX} lists tensors that its files lack: {', '.join(absent[:8])}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._home[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, which is whole or not there at all."""
+    own = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    whole(path, lambda new: save_file(own, new, metadata={"format": "pt"}))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises ValueError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a JSON {type(content).__name__}, an object is wanted")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    whole(path, lambda new: new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+
+
+def whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside the place and move in, so that an interruption leaves what was there before."""
+    new = path.with_name(path.name + ".new")
+    write(new)
+    os.replace(new, path)
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """The index of a sharded checkpoint: tensor to file; empty where there is none."""
+    if (folder / WHOLE).is_file():
+        return {}
+    listed = read_json(folder / INDEX).get("weight_map", {})
+    if outside := sorted({name for name in listed.values() if Path(name).name != name}):
+        raise ValueError(f"{folder / INDEX} names files outside its folder: {', '.join(outside[:4])}")
+    return listed
+
+
+def _files(folder: Path) -> list[str]:
+    """The files of weights in a folder without an index, those that its shards' names promise included."""
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if WHOLE in found:
+        return [WHOLE]
+    shards = {(m[1], len(m[2]), m[3]) for name in found if (m := _SHARD.fullmatch(name))}
+    if len(shards) == 1:
+        stem, digits, count = shards.pop()
+        return [f"{stem}-{i:0{digits}}-of-{count}.safetensors" for i in range(1, int(count) + 1)]
+    if len(found) == 1:
+        return found
+    if found:
+        raise ValueError(f"{folder}: which of {', '.join(found)}? One {WHOLE} or an {INDEX} is wanted")
+    if pickled := sorted(path.name for kind in PICKLES for path in folder.glob(kind)):
+        raise ValueError(refusal(", ".join(pickled), folder))
+    raise ValueError(f"{folder} holds no weights: a {WHOLE} is wanted, or shards with an {INDEX}")
+
+
+def refusal(names: str, folder: Path) -> str:
+    """Why pickled weights are not read, and the way out."""
+    return (
+        f"{folder} holds pickled weights ({names}), which are not read: a pickle can run any code. If you "
+        f"trust it, transformers converts it: AutoModelForCausalLM.from_pretrained('{folder}')"
+        ".save_pretrained('OUT') writes safetensors; then load OUT"
+    )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        with path.open("rb") as file:
+            pointer = file.read(64).startswith(b"version https://git-lfs")
+        why = "it is a Git LFS pointer: run `git lfs pull`" if pointer else "an interrupted download or copy?"
+        size = path.stat().st_size
+        raise ValueError(f"{path} ({size} bytes) is not a whole safetensors file ({error}); {why}") from error

@@ -1,0 +1,105 @@
+"""Softmax attention over packed rows through PyTorch's scaled_dot_product_attention.
+
+A row's queries are the last places of its context, so that the mask is aligned at the bottom right.
+PyTorch's `is_causal` is aligned at the top left and is used only where both are equally long; elsewhere
+queries run in blocks of bounded size, each with its own mask over the keys that it can see: a window's
+cost is linear in tokens. Knows no cache: `attention_step` sees plain buffers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...spans import Spans
+from .. import shapes
+
+BLOCK = 256
+"""Queries of a masked block: its mask is BLOCK times the keys it can see."""
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    context: Spans,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """softmax(scale q k^T) v within each row: q (n, h, dk) packed by `spans`, k (m, hk, dk) and v (m, hk, dv)
+    by `context`, which counts the new tokens too.
+
+    Row r's queries are the last spans.lengths[r] places of its context. Causal: each sees its own place
+    and those before, with `window` only its own and the window - 1 before. Not causal: the whole row.
+    `scale` is dk ** -0.5 by default. Returns o (n, h, dv) in q's dtype. Query head j reads key head
+    j // (h // hk). Raises ValueError for shapes or lengths that disagree.
+    """
+    shapes.attention(q, k, v, spans, context, window, causal)
+    if spans.total == 0:
+        return q.new_zeros((0, q.shape[1], v.shape[2]))
+    if spans.uniform and context.uniform:
+        # (rows, heads, tokens, dim)
+        q, k, v = (x.unflatten(0, (spans.rows, -1)).transpose(1, 2) for x in (q, k, v))
+        return _rows(q, k, v, window, scale, causal).transpose(1, 2).flatten(0, 1)
+    outputs = []
+    for new, held in zip(spans.slices(), context.slices(), strict=True):
+        if new.stop > new.start:
+            query, key, value = (x.transpose(0, 1)[None] for x in (q[new], k[held], v[held]))
+            outputs.append(_rows(query, key, value, window, scale, causal)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None, causal: bool) -> Tensor:
+    """Rows of equal lengths: q (rows, h, t, dk), k and v (rows, hk, m, dim), m >= t >= 1."""
+    count, held = q.shape[2], k.shape[2]
+    if not causal or (count == 1 and (window is None or window >= held)):
+        return _attend(q, k, v, scale=scale)
+    if count == held and (window is None or window >= held):
+        return _attend(q, k, v, scale=scale, is_causal=True)
+    outputs = []
+    for start in range(0, count, BLOCK):
+        stop = min(start + BLOCK, count)
+        place = torch.arange(start, stop, device=q.device)[:, None] + held - count
+        first = 0 if window is None else max(0, held - count + start - window + 1)
+        last = held - count + stop
+        key = torch.arange(first, last, device=q.device)
+        seen = key <= place if window is None else (key <= place) & (key > place - window)
+        keys, values = k[:, :, first:last], v[:, :, first:last]
+        outputs.append(_attend(q[:, :, start:stop], keys, values, scale=scale, attn_mask=seen))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def attention_step(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, longest: int, *, scale: float | None = None
+) -> Tensor:
+    """One query a row over the first lengths[r] places of its buffer; their order does not matter.
+
+    q (rows, h, dk); k (rows, capacity, hk, dk) and v (rows, capacity, hk, dv) already hold the new token;
+    lengths (rows,) int64 on q's device, `longest` their maximum on the host. Returns o (rows, h, dv).
+    """
+    shapes.attention_step(q, k, v, lengths, longest)
+    keys, values = k[:, :longest].transpose(1, 2), v[:, :longest].transpose(1, 2)
+    mask = None
+    if q.shape[0] > 1:
+        mask = (torch.arange(longest, device=q.device) < lengths[:, None])[:, None, None]
+    # A group's query heads stand in for queries: nothing is causal here, and no key is repeated.
+    grouped = q.unflatten(1, (k.shape[2], -1))
+    return _attend(grouped, keys, values, scale=scale, attn_mask=mask).flatten(1, 2)

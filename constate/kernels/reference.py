@@ -1,0 +1,270 @@
+"""The specification: every op as a plain loop over rows and tokens, float32, shapes asserted.
+
+Slow on purpose; each body is the equation of its op, and every other backend is held to it. Knows
+nothing of tiles or speed. Scans are pure and differentiable; steps update the state in place.
+Layouts and letters: packed tokens `(n, h, dim)`, `spans` says whose they are, states `(rows, ...)` float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from ..spans import Spans
+from . import shapes
+
+
+def _spread(x: Tensor, h: int) -> Tensor:
+    """(..., hk, d) to (..., h, d) float32: value head j reads key head j // (h // hk)."""
+    return x.float().repeat_interleave(h // x.shape[-2], dim=-2)
+
+
+def _stack(outputs: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(outputs).to(like.dtype) if outputs else torch.zeros_like(like)
+
+
+def _decay(g: Tensor | None, v: Tensor) -> Tensor:
+    """exp(log_decay) shaped to multiply a (..., h, dk, dv) state: (..., h, 1 or dk, 1)."""
+    if g is None:
+        return v.new_ones((*v.shape[:-1], 1, 1), dtype=torch.float32)
+    decay = g.float().exp()
+    return decay[..., None] if g.ndim == v.ndim else decay[..., None, None]
+
+
+def gated_linear_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    spans: Spans,
+    *,
+    scale: float = 1.0,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t.
+
+    q, k (n, hk, dk), v (n, h, dv), log_decay (n, h) or (n, h, dk) or None, initial (rows, h, dk, dv).
+    Returns o (n, h, dv) in v's dtype and final (rows, h, dk, dv) float32.
+    """
+    _, h = shapes.heads(q, k, v)
+    n, dk, dv = v.shape[0], q.shape[2], v.shape[2]
+    shapes.tokens(spans, q=q, k=k, v=v, log_decay=log_decay)
+    shapes.log_decay(log_decay, n, h, dk, checked=checked)
+    initial = shapes.state("initial", initial, (spans.rows, h, dk, dv), v)
+    query, key, value, decay = _spread(q, h), _spread(k, h), v.float(), _decay(log_decay, v)
+    outputs, finals = [], []
+    for row, part in enumerate(spans.slices()):
+        state = initial[row]
+        for t in range(part.start, part.stop):
+            state = decay[t] * state + key[t, :, :, None] * value[t, :, None, :]
+            outputs.append(scale * (state * query[t, :, :, None]).sum(-2))
+        finals.append(state)
+    return _stack(outputs, v), torch.stack(finals)
+
+
+def gated_linear_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor, *, scale: float = 1.0
+) -> Tensor:
+    """One token a row of `gated_linear_scan`: q, k (rows, hk, dk), v (rows, h, dv); state in place."""
+    o, final = gated_linear_scan(q, k, v, log_decay, state, Spans.ones(v.shape[0], v.device), scale=scale)
+    state.copy_(final)
+    return o
+
+
+def gated_delta_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor,
+    initial: Tensor | None,
+    spans: Spans,
+    *,
+    scale: float = 1.0,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """S' = exp(g_t) S_{t-1},  S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T,  o_t = scale S_t^T q_t.
+
+    Decays, then erases, then writes (Gated DeltaNet, Yang et al. 2024, eq. 10). log_decay (n, h) or
+    None, beta (n, h); the rest as in `gated_linear_scan`.
+    """
+    _, h = shapes.heads(q, k, v)
+    n, dk, dv = v.shape[0], q.shape[2], v.shape[2]
+    shapes.tokens(spans, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
+    shapes.log_decay(log_decay, n, h, checked=checked)
+    shapes.exactly("beta", beta, n, h)
+    initial = shapes.state("initial", initial, (spans.rows, h, dk, dv), v)
+    query, key, value, decay = _spread(q, h), _spread(k, h), v.float(), _decay(log_decay, v)
+    write = beta.float()
+    outputs, finals = [], []
+    for row, part in enumerate(spans.slices()):
+        state = initial[row]
+        for t in range(part.start, part.stop):
+            state = decay[t] * state
+            seen = (state * key[t, :, :, None]).sum(-2)
+            state = state + key[t, :, :, None] * (write[t, :, None] * (value[t] - seen))[:, None, :]
+            outputs.append(scale * (state * query[t, :, :, None]).sum(-2))
+        finals.append(state)
+    return _stack(outputs, v), torch.stack(finals)
+
+
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """One token a row of `gated_delta_scan`; state (rows, h, dk, dv) in place."""
+    spans = Spans.ones(v.shape[0], v.device)
+    o, final = gated_delta_scan(q, k, v, log_decay, beta, state, spans, scale=scale)
+    state.copy_(final)
+    return o
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    initial: Tensor | None,
+    spans: Spans,
+    *,
+    d: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """delta = softplus(dt + dt_bias),  h_t = exp(delta a) h_{t-1} + delta b x,  o = (h c + d x) silu(z).
+
+    Mamba, Gu & Dao 2023, algorithm 2. x, dt, z (n, channels), a (channels, s) negative, b, c (n, s),
+    d, dt_bias (channels,), initial (rows, channels, s). Returns o (n, channels) in x's dtype and final.
+    """
+    channels, s = shapes.selective(x, dt, a, b, c, spans, d=d, z=z, dt_bias=dt_bias, checked=checked)
+    initial = shapes.state("initial", initial, (spans.rows, channels, s), x)
+    fed, read, write = x.float(), c.float(), b.float()
+    delta = softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float())
+    outputs, finals = [], []
+    for row, part in enumerate(spans.slices()):
+        state = initial[row]
+        for t in range(part.start, part.stop):
+            decay = (delta[t, :, None] * a.float()).exp()
+            state = decay * state + (delta[t] * fed[t])[:, None] * write[t]
+            o = (state * read[t]).sum(-1)
+            if d is not None:
+                o = o + d.float() * fed[t]
+            outputs.append(o if z is None else o * silu(z[t].float()))
+        finals.append(state)
+    return _stack(outputs, x), torch.stack(finals)
+
+
+def selective_step(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    *,
+    d: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> Tensor:
+    """One token a row of `selective_scan`; state (rows, channels, s) in place."""
+    spans = Spans.ones(x.shape[0], x.device)
+    o, final = selective_scan(x, dt, a, b, c, state, spans, d=d, z=z, dt_bias=dt_bias)
+    state.copy_(final)
+    return o
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    spans: Spans,
+    *,
+    activation: str | None = "silu",
+) -> tuple[Tensor, Tensor]:
+    """o_t = act(bias + sum_j weight[:, j] x_{t-w+1+j}), a causal depthwise convolution with its history.
+
+    x (n, c), weight (c, w), bias (c,) or None, initial (rows, w - 1, c) oldest first in any dtype, None
+    for zeros. Returns o (n, c) in x's dtype and final, the last w - 1 inputs, in initial's dtype.
+    """
+    initial = shapes.conv(x, weight, bias, initial, spans, activation)
+    history = weight.shape[1] - 1
+    outputs, finals = [], []
+    for row, part in enumerate(spans.slices()):
+        seen = list(initial[row])
+        for t in range(part.start, part.stop):
+            seen.append(x[t].to(initial.dtype))
+            o = torch.zeros_like(x[t], dtype=torch.float32) if bias is None else bias.float()
+            for j in range(history + 1):
+                # The current token is read as it came, not through a history of another dtype.
+                tap = x[t - history + j] if t - history + j >= part.start else seen[t - part.start + j]
+                o = o + weight[:, j].float() * tap.float()
+            outputs.append(silu(o) if activation == "silu" else o)
+        finals.append(torch.stack(seen[len(seen) - history :]) if history else initial[row])
+    return _stack(outputs, x), torch.stack(finals)
+
+
+def short_conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, *, activation: str | None = "silu"
+) -> Tensor:
+    """One token a row of `short_conv`; history (rows, w - 1, c) is shifted in place."""
+    o, final = short_conv(x, weight, bias, history, Spans.ones(x.shape[0], x.device), activation=activation)
+    history.copy_(final)
+    return o
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    context: Spans,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """softmax(scale q k^T) v within each row; a row's queries are the last places of its context.
+
+    q (n, h, dk) packed by spans, k (m, hk, dk) and v (m, hk, dv) by context. Causal: a query sees its
+    own place and all before it, with `window` only its own and the window - 1 before. Returns (n, h, dv).
+    """
+    shapes.attention(q, k, v, spans, context, window, causal)
+    h = q.shape[1]
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    key, value = _spread(k, h), _spread(v, h)
+    outputs = []
+    for part, held in zip(spans.slices(), context.slices(), strict=True):
+        for t in range(part.start, part.stop):
+            place = held.stop - part.stop + t
+            end = place + 1 if causal else held.stop
+            start = held.start if window is None else max(held.start, end - window)
+            scores = factor * torch.einsum("hd,mhd->hm", q[t].float(), key[start:end])
+            outputs.append(torch.einsum("hm,mhd->hd", scores.softmax(-1), value[start:end]))
+    return _stack(outputs, q) if outputs else q.new_zeros((0, h, v.shape[2]))
+
+
+def attention_step(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, longest: int, *, scale: float | None = None
+) -> Tensor:
+    """One query a row over the first `lengths[r]` places of its buffer, in any order.
+
+    q (rows, h, dk), k (rows, capacity, hk, dk), v (rows, capacity, hk, dv), both already holding the new
+    token; lengths (rows,) int64, longest their maximum on the host. Returns (rows, h, dv).
+    """
+    shapes.attention_step(q, k, v, lengths, longest)
+    outputs = []
+    for row, length in enumerate(lengths.tolist()):
+        one, held = Spans.ones(1, q.device), Spans.of([length], q.device)
+        outputs.append(attention(q[row : row + 1], k[row, :length], v[row, :length], one, held, scale=scale))
+    return torch.cat(outputs)

@@ -1,0 +1,83 @@
+"""Where a checkpoint of a given name lies: in the package, in a folder, on the hub. Knows no tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from ..core.checkpoint import PICKLES, read_json, refusal
+
+ZOO = Path(__file__).parents[1] / "zoo"
+# What we read of a hub repository. Weights in other formats, or once more under other names, stay there.
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_OTHERS = ["*/*", "consolidated*"]
+
+
+def locate(name: str | Path) -> Path:
+    """The folder of a checkpoint, downloaded where it is a hub id. Raises ValueError."""
+    text, path = str(name), Path(name).expanduser()
+    if text.startswith("tiny/"):
+        folder = ZOO / text.removeprefix("tiny/")
+        if text not in checkpoints():
+            raise ValueError(f"{text!r} does not ship here; {near(text, checkpoints())}")
+        return folder
+    if text and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"{path} has no config.json: the folder that Hugging Face's files lie in is wanted"
+            )
+        return path
+    if text == "smollm2" or text.endswith(".gguf"):
+        raise ValueError(
+            f"{text!r}: GGUF files cannot be read. A folder with config.json and safetensors is wanted, or a "
+            "hub id: HuggingFaceTB/SmolLM2-135M-Instruct is the same model as safetensors"
+        )
+    if path.is_file():
+        if any(path.match(kind) for kind in PICKLES):
+            raise ValueError(refusal(path.name, path.parent))
+        raise ValueError(f"{path} is a file; the folder that holds it and its config.json is wanted")
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
+        return _download(text)
+    raise ValueError(
+        f"no model {text!r}: no such folder, and a hub id reads OWNER/NAME; {near(text, checkpoints())}"
+    )
+
+
+def checkpoints() -> dict[str, str]:
+    """The checkpoints that ship here: "tiny/NAME" to its model_type."""
+    found = sorted(ZOO.glob("*/config.json"))
+    return {f"tiny/{path.parent.name}": str(read_json(path).get("model_type")) for path in found}
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"{hub_id!r} is neither a folder here nor in the local Hugging Face cache, and the hub cannot be "
+            "reached (no network, or HF_HUB_OFFLINE is set)"
+        ) from error
+    except (OSError, HFValidationError) as error:  # its HTTP errors are OSErrors: not found, gated, timed out
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{hub_id!r} could not be downloaded: {why}") from error
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{hub_id!r} has no config.json on the hub: it is no model in Hugging Face's format")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{hub_id!r} has no safetensors on the hub, and pickles are not read: they can run any code. "
+            f"If you trust it: AutoModelForCausalLM.from_pretrained('{hub_id}').save_pretrained('OUT')"
+        )
+    return folder
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """What there is, the likeliest first."""
+    names = list(known)
+    close = get_close_matches(name, names, 3, 0.6) + [n for n in names if name and name.lower() in n.lower()]
+    hint = f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}? " if close else ""
+    return f"{hint}known are {', '.join(names) if names else 'none'}"

@@ -1,0 +1,97 @@
+"""Which function serves an op and why; backends that are named but absent say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from constate.kernels import reference
+from constate.kernels.dispatch import BACKENDS, FILES, BackendUnavailable, Ops, available, select
+from constate.spans import Spans
+
+
+def test_ops_has_a_field_for_every_op():
+    assert [f.name for f in dataclasses.fields(Ops)] == [*FILES, "backend", "choices"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_signatures_are_the_reference_s(backend):
+    """Same names, same kinds, same defaults: backends can be swapped under any call."""
+    ops = select(backend)
+    for op in FILES:
+        mine = inspect.signature(getattr(ops, op)).parameters.values()
+        want = inspect.signature(getattr(reference, op)).parameters.values()
+        assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in want], op
+
+
+def test_auto_takes_torch_and_says_why():
+    ops = select("auto", "cpu")
+    assert ops.backend == "torch" and set(ops.choices) == set(FILES)
+    assert ops.gated_linear_scan is select("torch").gated_linear_scan
+    for op, choice in ops.choices.items():
+        assert (choice.op, choice.backend) == (op, "torch")
+        assert (
+            choice.reason.startswith("auto: ") and "triton: " in choice.reason and "native: " in choice.reason
+        )
+
+
+def test_reference_is_the_loop():
+    ops = select("reference")
+    assert ops.backend == "reference"
+    assert all(getattr(ops, op) is getattr(reference, op) for op in FILES)
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_absent_backends_say_so(backend):
+    with pytest.raises(BackendUnavailable, match=rf"{backend}.*no op has a .*Here: reference, torch"):
+        select(backend)
+    assert issubclass(BackendUnavailable, ValueError)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="'cuda'; one of auto, reference"):
+        select("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a CUDA device")
+def test_cuda_without_a_device_says_so():
+    assert not any(row.here for row in available("cuda"))
+    with pytest.raises(BackendUnavailable, match="sees no CUDA device"):
+        select("auto", "cuda")
+
+
+def test_doctor_s_rows():
+    rows = available("cpu")
+    assert [row.backend for row in rows] == list(BACKENDS)
+    assert {row.backend for row in rows if row.here} == {"reference", "torch"}
+    assert all(row.reason for row in rows)
+
+
+def test_ops_are_frozen():
+    ops = select()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ops.backend = "reference"  # pyright: ignore[reportAttributeAccessIssue]  # the point of the test
+    with pytest.raises(TypeError):
+        ops.choices["attention"] = None  # pyright: ignore[reportIndexIssue]  # the point of the test
+
+
+def test_backends_agree_on_one_call():
+    q, k, v = torch.randn(3, 40, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    spans = Spans.of([30, 10])
+    results = [select(name).gated_linear_scan(q, k, v, None, None, spans) for name in ("reference", "torch")]
+    for a, b in zip(*results, strict=True):
+        assert float((a - b).abs().max()) < 1e-4
+
+
+def test_selecting_imports_nothing_optional():
+    script = (
+        "import sys; from constate.kernels.dispatch import select; select(); "
+        "print(sorted({'triton', 'mamba_ssm', 'causal_conv1d', 'fla'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
