@@ -14,6 +14,7 @@ from constate.kernels import reference
 from constate.kernels.chunked import gated_linear
 from constate.spans import Spans
 from tests.kernels import hostile
+from tests.kernels.memory import peak_bytes
 
 DK, DV = 8, 5
 KINDS = ("scalar", "vector", "none")
@@ -303,19 +304,11 @@ def test_training_after_inference_mode(kind):
 
 
 def peak(tokens: int, kind: str) -> int:
-    """Bytes at the peak of a scan above its inputs, from the allocations that PyTorch's profiler records."""
+    """Bytes that a scan holds at its peak above its inputs."""
     spans = Spans.of([tokens])
     (q, k, v, g), _ = inputs(spans, 4, 8, kind)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.no_grad(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        gated_linear.gated_linear_scan(q, k, v, g, None, spans)
-    recorded: Any = profile.profiler
-    held = most = 0
-    for event in recorded.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+    with torch.no_grad():
+        return peak_bytes(lambda: gated_linear.gated_linear_scan(q, k, v, g, None, spans))
 
 
 @pytest.mark.parametrize("kind", KINDS)

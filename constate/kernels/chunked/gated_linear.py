@@ -113,13 +113,14 @@ def _scan(
     tiles = Tiles.of(spans, SMALL_TILE if q.shape[2] * dv <= SMALL_STATE else TILE)
     # The chain holds states as (rows, hk, dk, h / hk, dv): a group's value heads side by side.
     chain = Chain(tiles, initial.unflatten(1, (hk, -1)).transpose(2, 3))
-    out = torch.empty_like(v) if not graded else v
-    for part in segments(tiles, tiles.size * h * max(tiles.size, dv), whole=graded):
-        o = _segment(part, chain, q, k, v, g, scale)
-        if graded:
-            out = part.join(o, v.dtype)
-        else:
-            part.write(out, o)
+    parts = segments(tiles, tiles.size * h * max(tiles.size, dv), whole=graded)
+    if graded:
+        (part,) = parts
+        out = part.join(_segment(part, chain, q, k, v, g, scale), v.dtype)
+    else:
+        out = v.new_empty(v.shape)
+        for part in parts:
+            part.write(out, _segment(part, chain, q, k, v, g, scale))
     return out, chain.final().transpose(2, 3).flatten(1, 2)
 
 

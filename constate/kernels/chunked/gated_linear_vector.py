@@ -28,13 +28,14 @@ def scan(
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, initial))
     tiles = Tiles.of(spans, TILE)
     chain = Chain(tiles, initial)
-    out = torch.empty_like(v) if not graded else v
-    for part in segments(tiles, tiles.size * h * max(tiles.size, dk, dv), whole=graded):
-        o = _segment(part, chain, q, k, v, g, scale)
-        if graded:
-            out = part.join(o, v.dtype)
-        else:
-            part.write(out, o)
+    parts = segments(tiles, tiles.size * h * max(tiles.size, dk, dv), whole=graded)
+    if graded:
+        (part,) = parts
+        out = part.join(_segment(part, chain, q, k, v, g, scale), v.dtype)
+    else:
+        out = v.new_empty(v.shape)
+        for part in parts:
+            part.write(out, _segment(part, chain, q, k, v, g, scale))
     return out, chain.final()
 
 

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from .tiles import Tiles
 
-BUDGET = 1 << 18
-"""Elements of the largest temporary of a segment, about: 1 MB, which stays in a CPU core's cache."""
+BUDGET = 1 << 17
+"""Elements of the largest temporary of a segment, about: half a MB, which stays in a CPU core's cache."""
 
 
 @dataclass(frozen=True)

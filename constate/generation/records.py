@@ -1,0 +1,107 @@
+"""What goes into a generation and what comes out of it: options, events, results. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.sampling import Sampling
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `generate` and `stream`, checked. Raises ValueError for a value out of range."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    chat: bool = False
+    load_state: str | Path | None = None
+    save_state: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: at least 0 is wanted")
+        if self.n < 1:
+            raise ValueError(f"n={self.n}: at least one sample of each prompt is wanted")
+        if "" in self.stops:
+            raise ValueError("stop: an empty string would end every text before it begins; leave it out")
+        if self.save_state is not None and not Path(self.save_state).absolute().parent.is_dir():
+            raise ValueError(f"save_state={str(self.save_state)!r}: there is no such folder; make it first")
+        _ = self.sampling
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one result cost. Bytes, seconds, tokens.
+
+    `prompt_tokens` were given (a loaded state's are not among them). `model_calls` were made until this
+    row ended; the calls of a batch serve all its rows. `ttft_s` is the time to the first token, `itl_s`
+    the median time between tokens, None where there are not that many; `tokens_per_s` is new tokens over
+    the whole time to the last. State, conv and KV bytes are this row's own, as held at its end;
+    `kv_bytes_used` is what its tokens need of them.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    model_calls: int
+    ttft_s: float | None
+    itl_s: float | None
+    tokens_per_s: float
+    weight_bytes: int
+    state_bytes: int
+    conv_bytes: int
+    kv_bytes: int
+    kv_bytes_used: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was written after one prompt, one sample of it.
+
+    `text` ends before a stop string and holds no end-of-text token; without a tokenizer it is empty.
+    `tokens` are all that were decided: the end-of-text id that ended it and the tokens of a stop string
+    included. `logprobs` (nats) belong to them, of the raw distribution over real ids. `finish_reason` is
+    "stop" (an end-of-text id or a stop string) or "length".
+    """
+
+    prompt: Prompt
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of one result: `index` counts prompts, and within a prompt its samples.
+
+    `text` may be empty: part of a character, or what could begin a stop string, waits. The texts of one
+    index join to its result's text. `finish_reason` and `result` come with the last.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    result: Result | None = None
