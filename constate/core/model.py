@@ -39,8 +39,9 @@ class Model(nn.Module):
     """Embedding, blocks, final norm and head behind one decode interface.
 
     `config` is the architecture's frozen Config; `tokenizer`, `chat_template`, `special_tokens`, `eos_ids`
-    and `vocab` (how many ids are real: rows of the head beyond it are padding) are set by loading. `embed_scale` multiplies the
-    embedding; `residual_float32` keeps the residual stream in float32 whatever the weights' dtype.
+    and `vocab` (how many ids are real: rows of the head beyond it are padding) are set by loading.
+    `embed_scale` multiplies the embedding; `residual_float32` keeps the residual stream in float32
+    whatever the weights' dtype.
     """
 
     def __init__(
