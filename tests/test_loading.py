@@ -241,6 +241,18 @@ def test_chat_templates(tmp_path: Path):
     assert load(tmp_path).chat_template == "four"
 
 
+def test_a_tokenizer_s_padding_and_truncation_do_not_reach_prompts(tmp_path: Path):
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(11)}, "w0"))
+    tokenizer.enable_padding(length=8, pad_id=2)
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(write(tmp_path) / "tokenizer.json"))
+    loaded = load(tmp_path).tokenizer
+    assert loaded is not None
+    assert loaded.encode("w5").ids == [5]
+    assert len(loaded.encode_batch(["w5", "w1"])[0].ids) == 1
+    assert loaded.truncation is None
+
+
 def test_a_broken_tokenizer(tmp_path: Path):
     write(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')

@@ -40,6 +40,10 @@ class GatedMLP(Mixer):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
 
+    @property
+    def like(self) -> Tensor:
+        return self.gate_up.weight
+
     def cost(self, new: int, past: int) -> Cost:
         return Cost(
             {"mlp": matmul(new, self.gate_up.weight, self.down.weight)},

@@ -47,9 +47,12 @@ def _tokenizer(path: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is not read as a tokenizer ({error})") from error
+    tokenizer.no_padding()  # a file may hold its training's settings, which would change prompts unseen
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _real_ids(tokenizer: Tokenizer | None, rows: int) -> int:
