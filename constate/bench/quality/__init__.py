@@ -1,0 +1,1 @@
+"""How well models predict and remember, one probe a file. Rows have the same keys for every probe."""

@@ -1,0 +1,80 @@
+"""Published shapes by name, with random weights: for timing, where only the shape matters.
+
+Knows the config.json of each and how to fill a model with random numbers; downloads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.architecture import read_config
+from ..core.model import Model
+from ..kernels.dispatch import select
+from ..loading import DTYPES, find
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    # state-spaces/mamba2-130m
+    "mamba2-130m": {
+        "model_type": "mamba2",
+        "vocab_size": 50280,
+        "hidden_size": 768,
+        "num_hidden_layers": 24,
+        "num_heads": 24,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+        "expand": 2,
+        "tie_word_embeddings": True,
+    },
+    # HuggingFaceTB/SmolLM2-135M
+    "llama-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def random_model(
+    shape: str | Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    backend: str = "auto",
+    state_dtype: str = "float32",
+    seed: int = 0,
+) -> Model:
+    """A model of a named shape, or of a config.json's content, with random weights, without a tokenizer.
+
+    Matrices are normal with deviation 0.02; what a module initialises in its own way (norms, decay rates,
+    step biases) keeps that. Raises ValueError for an unknown name.
+    """
+    if isinstance(shape, str) and shape not in SHAPES:
+        raise ValueError(f"shape {shape!r} is not known; known are {', '.join(SHAPES)}")
+    raw = SHAPES[shape] if isinstance(shape, str) else shape
+    if unknown := {dtype, state_dtype} - DTYPES.keys():
+        raise ValueError(f"dtype {', '.join(unknown)} is not known; one of {', '.join(DTYPES)} is wanted")
+    architecture = find(raw["model_type"]).architecture
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = architecture.build(read_config(architecture.Config, raw))
+        for name, p in model.named_parameters():
+            if p.ndim > 1 and not name.endswith("conv.weight"):
+                torch.nn.init.normal_(p, std=0.02)
+    model.architecture, model.ops, model.state_dtype = (
+        architecture,
+        select(backend, device),
+        DTYPES[state_dtype],
+    )
+    return model.to_dtype(DTYPES[dtype]).to(device).requires_grad_(False).eval()
