@@ -19,6 +19,8 @@ class ShortConv(nn.Module):
         super().__init__()
         if width < 1:
             raise ValueError(f"a convolution of width {width}: at least 1 is wanted")
+        if activation not in (None, "silu"):
+            raise ValueError(f"a convolution's activation {activation!r}: 'silu' or none is what the op has")
         self.weight = nn.Parameter(torch.randn(channels, width) * width**-0.5)
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
         self.activation = activation

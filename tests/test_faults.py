@@ -1,0 +1,410 @@
+"""The fault table: each planted fault turns the law named for it red; without it that law is green.
+
+A law that no fault can break proves nothing. The faults are those that published code has had, planted in
+one op, one mixer method or one method of the cache for the length of one check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from constate.core import attention as attention_module
+from constate.core import cache as cache_module
+from constate.core.attention import Attention
+from constate.core.cache import Cache
+from constate.core.mixer import Call
+from constate.core.model import Model
+from constate.core.short_conv import ShortConv
+from constate.core.state import State, Window
+from constate.linear_attn.gated_deltanet import GatedDeltaNet
+from constate.spans import Spans
+from constate.ssm.mamba2 import Mamba2
+from tests.laws import LAWS
+from tests.models import make
+from tests.referee import referee
+
+Op = Callable[..., Any]
+Plant = Callable[[Model], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, the model it is planted in, the law that must see it."""
+
+    what: str
+    model: str
+    law: int
+    plant: Plant
+
+
+def op(name: str, change: Callable[[Op], Op]) -> Plant:
+    """One op of the model replaced by `change(op)`."""
+
+    @contextmanager
+    def plant(model: Model) -> Iterator[None]:
+        right = model.ops
+        model.ops = replace(right, **{name: change(getattr(right, name))})
+        try:
+            yield
+        finally:
+            model.ops = right
+
+    return plant
+
+
+def method(target: Any, name: str, change: Callable[[Op], Any]) -> Plant:
+    """One attribute of a class or module replaced by `change(it)`."""
+    return lambda _: patch.object(target, name, change(getattr(target, name)))
+
+
+def state_after(change: Callable[[Tensor, Tensor | None], Tensor], at: int) -> Callable[[Op], Op]:
+    """A scan whose final state is `change(final, initial)`; its initial state is argument `at`."""
+
+    def wrap(scan: Op) -> Op:
+        def faulty(*args: Any, **options: Any) -> Any:
+            o, final = scan(*args, **options)
+            return o, change(final, args[at])
+
+        return faulty
+
+    return wrap
+
+
+def argument(at: int, change: Callable[[Any], Any]) -> Callable[[Op], Op]:
+    """An op that sees `change(argument)` in place of its argument number `at`."""
+
+    def wrap(fn: Op) -> Op:
+        def faulty(*args: Any, **options: Any) -> Any:
+            changed = list(args)
+            changed[at] = change(changed[at])
+            return fn(*changed, **options)
+
+        return faulty
+
+    return wrap
+
+
+def one_span(scan: Op) -> Op:
+    """The scan runs through all rows as if they were one: state leaks over a span's boundary."""
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        *tensors, initial, spans = args
+        o, final = scan(*args, **options)
+        if spans.rows > 1:
+            start = None if initial is None else initial[:1]
+            o, _ = scan(*tensors, start, Spans.of([spans.total]), **options)
+        return o, final
+
+    return faulty
+
+
+def one_context(attend: Op) -> Op:
+    def faulty(q: Tensor, k: Tensor, v: Tensor, spans: Spans, context: Spans, **options: Any) -> Tensor:
+        if spans.rows == 1:
+            return attend(q, k, v, spans, context, **options)
+        return attend(q, k, v, Spans.of([spans.total]), Spans.of([context.total]), **options)
+
+    return faulty
+
+
+def late(g: Tensor) -> Tensor:
+    """Token t decays by what belongs to token t - 1."""
+    return torch.cat([g[:1], g[:-1]])
+
+
+def first_group(k: Tensor) -> Tensor:
+    return k[:, :1].expand_as(k)
+
+
+def interleaved(k: Tensor) -> Tensor:
+    """Key heads in the order that makes query head j read key head j % hk."""
+    return k.flip(1)
+
+
+def bfloat16(final: Tensor, _: Tensor | None) -> Tensor:
+    return final.bfloat16().float()
+
+
+def wider(fn: Op) -> Op:
+    def faulty(*args: Any, window: int | None = None, **options: Any) -> Tensor:
+        return fn(*args, window=window and window + 1, **options)
+
+    return faulty
+
+
+def restarted(_: Any) -> property:
+    return property(lambda call: call.spans.position)
+
+
+def softplus_twice(scan: Op) -> Op:
+    def faulty(x: Tensor, dt: Tensor, *args: Any, dt_bias: Tensor, **options: Any) -> Any:
+        return scan(x, F.softplus(dt + dt_bias), *args, dt_bias=torch.zeros_like(dt_bias), **options)
+
+    return faulty
+
+
+def without(name: str) -> Callable[[Op], Op]:
+    return lambda fn: lambda *args, **options: fn(*args, **{**options, name: None})
+
+
+def unshifted(step: Op) -> Op:
+    """The convolution's step answers and leaves its history as it was."""
+    return lambda x, weight, bias, history, **options: step(x, weight, bias, history.clone(), **options)
+
+
+def stale(forward: Op) -> Op:
+    def faulty(self: ShortConv, x: Tensor, call: Call, history: Tensor | None = None) -> Tensor:
+        return forward(self, x, call, None if history is None else history.clone())
+
+    return faulty
+
+
+def newest_first(final: Tensor, _: Tensor | None) -> Tensor:
+    return final.flip(1)
+
+
+def emptied(scan: Op) -> Op:
+    """A row that brings no token loses its state."""
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        o, final = scan(*args, **options)
+        empty = [r for r, n in enumerate(args[-1].lengths) if not n]
+        final = final.clone()
+        final[empty] = 0
+        return o, final
+
+    return faulty
+
+
+def erases_before_decay(step: Op) -> Op:
+    def faulty(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **options: Any
+    ) -> Tensor:
+        # (v - S^T k) in place of (v - exp(g) S^T k): the same as a step on v less the difference.
+        group = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
+        recalled = (state * group[..., None]).sum(-2)
+        return step(q, k, v - (1 - g.exp())[..., None] * recalled, g, beta, state, **options)
+
+    return faulty
+
+
+def one_late(step: Op) -> Op:
+    """The step's token is seen by the next step, not by its own."""
+    return lambda q, k, v, lengths, longest, **options: step(
+        q, k, v, (lengths - 1).clamp(min=1), max(1, longest - 1), **options
+    )
+
+
+def short_ring(absorb: Op) -> Op:
+    """The tokens that a piece still sees of the ring are one too few."""
+
+    def faulty(state: Window, k: Tensor, v: Tensor, call: Call) -> Any:
+        keys, values, context = absorb(state, k, v, call)
+        rows = [
+            slice(part.start + 1 if m > n else part.start, part.stop)
+            for part, m, n in zip(context.slices(), context.lengths, call.spans.lengths, strict=True)
+        ]
+        spans = Spans.of(part.stop - part.start for part in rows)
+        return torch.cat([keys[part] for part in rows]), torch.cat([values[part] for part in rows]), spans
+
+    return faulty
+
+
+def shallow(_: Op) -> Op:
+    return lambda self: self.map(lambda name, t, leaf: t)
+
+
+def sorted_rows(select: Op) -> Op:
+    return lambda self, rows: select(self, sorted(rows))
+
+
+def forgets_lengths(write: Op) -> Op:
+    def faulty(self: Cache, row: int, other: Cache) -> None:
+        lengths = self.lengths
+        write(self, row, other)
+        self.lengths = lengths
+
+    return faulty
+
+
+def aliases(write: Op) -> Op:
+    """A row that was written stays tied to where it came from."""
+
+    def faulty(self: Cache, row: int, other: Cache) -> None:
+        write(self, row, other)
+        ours = {name: t for name, t, _ in self.leaves()}
+        other.assign(other.map(lambda name, t, leaf: ours[name][row : row + 1]))
+
+    return faulty
+
+
+def nothing_moves(drop: Op) -> Op:
+    """drop cuts the last row off, whichever was meant."""
+    return lambda self, row: drop(self, self.rows - 1)
+
+
+def unpadded(grown: Op) -> Op:
+    """A cache that grows loses its newest token."""
+
+    def faulty(tensor: Tensor, capacity: int) -> Tensor:
+        wide = grown(tensor, capacity)
+        if tensor.shape[1] < capacity and tensor.shape[1]:
+            wide[:, tensor.shape[1] - 1] = 0
+        return wide
+
+    return faulty
+
+
+def zeros_for_conv(load: Op) -> Op:
+    """Case D6: what a file lacks is taken for zeros."""
+
+    def faulty(path: Any, model: Any) -> Cache:
+        cache = load(path, model)
+        for _, t, leaf in cache.leaves():
+            if leaf.kind == "conv":
+                t.zero_()
+        return cache
+
+    return faulty
+
+
+def any_model(load: Op) -> Op:
+    def faulty(path: Any, model: Any) -> Cache:
+        with patch.object(type(model), "fingerprint", cache_module.read_header(path)["model"]):
+            return load(path, model)
+
+    return faulty
+
+
+def unpriced(kind: str) -> Callable[[Op], Op]:
+    def wrap(cost: Op) -> Op:
+        def faulty(self: Any, new: int, past: int) -> Any:
+            priced = cost(self, new, past)
+            return replace(priced, held={k: n for k, n in priced.held.items() if k != kind})
+
+        return faulty
+
+    return wrap
+
+
+def as_full(cost: Op) -> Op:
+    """A window priced as if it kept every token."""
+
+    def faulty(self: Attention, new: int, past: int) -> Any:
+        window, self.window = self.window, None
+        try:
+            return cost(self, new, past)
+        finally:
+            self.window = window
+
+    return faulty
+
+
+SCANS = (
+    ("gated_linear_scan", 4, "composed gla"),
+    ("gated_delta_scan", 5, "composed gated_deltanet"),
+    ("selective_scan", 5, "composed mamba"),
+)
+
+FAULTS = (
+    # the state of a scan, in each op
+    *(Fault(f"{s}: a bfloat16 state", m, 2, op(s, state_after(bfloat16, at))) for s, at, m in SCANS),
+    *(Fault(f"{s}: starts from nothing", m, 2, op(s, argument(at, lambda _: None))) for s, at, m in SCANS),
+    *(Fault(f"{s}: rows run together", m, 3, op(s, one_span)) for s, _, m in SCANS),
+    *(Fault(f"{s}: an empty row is emptied", m, 3, op(s, emptied)) for s, _, m in SCANS),
+    *(
+        Fault(f"{s}: a tail decays the state", m, 1, op(s, state_after(lambda f, _: f * 0.999, at)))
+        for s, at, m in SCANS
+    ),
+    Fault(
+        "dk and dv swapped",
+        "composed gated_deltanet",
+        2,
+        op(
+            "gated_delta_scan",
+            state_after(lambda f, _: f.mT.contiguous() if f.shape[-1] == f.shape[-2] else f, 5),
+        ),
+    ),
+    # decays
+    Fault("linear decay one token late", "mamba2", 7, op("gated_linear_scan", argument(3, late))),
+    Fault("vector decay one token late", "composed gla", 1, op("gated_linear_scan", argument(3, late))),
+    Fault(
+        "delta decay one token late", "composed gated_deltanet", 7, op("gated_delta_scan", argument(3, late))
+    ),
+    Fault(
+        "erases before it decays", "composed gated_deltanet", 1, op("gated_delta_step", erases_before_decay)
+    ),
+    Fault("softplus twice", "composed mamba", 7, op("selective_scan", softplus_twice)),
+    Fault("the skip is left out", "composed mamba", 7, op("selective_scan", without("d"))),
+    Fault("the gate is left out", "composed mamba", 1, op("selective_step", without("z"))),
+    # heads
+    Fault("groups ignored", "mamba2", 7, op("gated_linear_scan", argument(1, first_group))),
+    Fault(
+        "value heads read the first key head",
+        "composed gated_deltanet",
+        7,
+        op("gated_delta_scan", argument(1, first_group)),
+    ),
+    Fault("query heads read key heads in turn", "llama", 7, op("attention", argument(1, interleaved))),
+    # short convolution
+    Fault("the history is dropped", "mamba2", 2, op("short_conv", argument(3, lambda _: None))),
+    Fault("the history is not written", "mamba2", 2, method(ShortConv, "forward", stale)),
+    Fault(
+        "the history is reversed",
+        "composed gated_deltanet",
+        2,
+        op("short_conv", state_after(newest_first, 3)),
+    ),
+    Fault("the history is not shifted", "composed mamba", 1, op("short_conv_step", unshifted)),
+    Fault("the convolution runs over rows", "composed mamba2", 3, op("short_conv", one_span)),
+    # attention
+    Fault("a window one too wide", "composed window", 1, op("attention", wider)),
+    Fault(
+        "the ring is one short", "composed window", 2, method(attention_module, "absorb_window", short_ring)
+    ),
+    Fault("attention runs over rows", "composed attention", 3, op("attention", one_context)),
+    Fault("positions restart in a piece", "llama", 2, method(Call, "positions", restarted)),
+    Fault("a token does not see itself", "llama", 1, op("attention_step", one_late)),
+    Fault("growing loses a token", "llama", 1, method(cache_module, "grown", unpadded)),
+    # rows and files
+    Fault("a shallow clone", "composed", 4, method(State, "clone", shallow)),
+    Fault("zeros for a missing tensor", "composed gla", 4, method(Cache, "load", zeros_for_conv)),
+    Fault("another model's file is read", "composed mamba", 4, method(Cache, "load", any_model)),
+    Fault("select sorts its rows", "composed", 5, method(Cache, "select", sorted_rows)),
+    Fault("write forgets the length", "llama", 5, method(Cache, "write", forgets_lengths)),
+    Fault("write aliases its source", "composed mamba2", 5, method(Cache, "write", aliases)),
+    Fault("drop moves nothing", "composed", 5, method(Cache, "drop", nothing_moves)),
+    # prices
+    Fault("the history is not priced", "mamba2", 6, method(Mamba2, "cost", unpriced("conv"))),
+    Fault("the state is not priced", "composed", 6, method(GatedDeltaNet, "cost", unpriced("state"))),
+    Fault("a window priced as growing", "composed window", 6, method(Attention, "cost", as_full)),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"law {f.law}: {f.what}")
+def test_fault_turns_its_law_red(fault: Fault) -> None:
+    model = sound(fault.model, fault.law)
+    with fault.plant(model), pytest.raises((AssertionError, pytest.fail.Exception)):
+        LAWS[fault.law](model, referee(fault.model))
+
+
+@cache
+def sound(name: str, law: int) -> Model:
+    """The model, for which the law is green: the referee has read all it needs while nothing is wrong."""
+    model = make(name)
+    LAWS[law](model, referee(name))
+    return model
+
+
+def test_every_law_has_a_fault() -> None:
+    assert {fault.law for fault in FAULTS} == set(LAWS)
