@@ -20,25 +20,32 @@ from constate.core.architecture import read_config
 from constate.core.decay import inverse_softplus
 from constate.core.model import Model
 from constate.kernels.dispatch import select
+from constate.linear_attn.hgrn2 import HGRN2 as HGRN2Mixer
+from constate.linear_attn.rwkv7 import TimeMix
 from constate.loading import find
 
 VOCAB = 97
 WINDOW = 5
+TRANSFORMERS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
 class Entry:
     """A config.json, and by hand what its cache grows by: `slope` bytes a token for ever, `ring` bytes a
-    token for the first WINDOW ones. `widths` are those of its convolutions."""
+    token for the first WINDOW ones. `widths` are those of its convolutions; every scan has decays below
+    the first of `decays` and above the second, None where the family has no decay."""
 
     raw: Mapping[str, Any]
     slope: int = 0
     ring: int = 0
     widths: tuple[int, ...] = ()
+    decays: tuple[float, float] | None = (0.02, 0.999)
 
     @property
     def recurrent(self) -> bool:
-        return bool(self.widths) or self.raw["model_type"] not in ("llama", "composed")
+        if self.raw["model_type"] == "composed":
+            return any(layer["mixer"]["type"] != "attention" for layer in self.raw["layers"])
+        return self.raw["model_type"] not in TRANSFORMERS
 
 
 def _composed(*mixers: Mapping[str, Any], mlps: bool = True, **over: Any) -> dict[str, Any]:
@@ -61,10 +68,45 @@ DELTA = {
     "conv": 3,
     "norm_eps": 1e-3,  # less, and the norm of a head that read almost nothing makes much of rounding
 }
+HGRN2 = {"type": "hgrn2", "heads": 2, "key_dim": 12, "value_dim": 8, "norm_eps": 1e-3}
+LINEAR = {"type": "linear_attn", "heads": 4, "kv_heads": 2, "key_dim": 6, "value_dim": 10}
 SQUARE = {"type": "gated_deltanet", "heads": 2, "key_dim": 8, "value_dim": 8, "conv": 2, "norm_eps": 1e-3}
+DELTA_NET = {"type": "delta_net", "heads": 2, "key_dim": 12, "value_dim": 8, "conv": 3, "norm_eps": 1e-3}
+RWKV7 = {"type": "rwkv7", "heads": 3, "key_dim": 8, "value_dim": 12, "decay_rank": 5, "rate_rank": 4}
+RWKV7 |= {"gate_rank": 7, "norm_eps": 1e-2}
+RWKV7_DECAYS = (0.56, 0.999)  # its sigmoid lets no more than 46% go in a token
+RETNET = {"type": "retnet", "heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 12, "rope_theta": 100.0}
+CONSTANT = (0.97, 0.99)  # RetNet's decays are no parameters: 31/32, 63/64, 127/128, 255/256 in four heads
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 ATTENTION = {"type": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
 KV = 2 * 2 * 8 * 4  # bytes a token of one such layer: k and v, two heads of eight, float32
+TRANSFORMER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_parameters": ROPE,
+}
+
+MAMBA_KEYS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "state_size": 6,
+    "intermediate_size": 40,  # and a time_step_rank of 2, a sixteenth of hidden_size
+}
+
+FLA_KEYS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "intermediate_size": 40,
+    "norm_eps": 1e-3,
+}
 
 MODELS: Mapping[str, Entry] = {
     "mamba2": Entry(
@@ -84,18 +126,11 @@ MODELS: Mapping[str, Entry] = {
     ),
     "llama": Entry(
         {
+            **TRANSFORMER,
             "model_type": "llama",
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
             "attention_bias": True,
             "mlp_bias": True,
             "tie_word_embeddings": True,
-            "rope_parameters": ROPE,
         },
         slope=2 * KV,
     ),
@@ -128,7 +163,202 @@ MODELS: Mapping[str, Entry] = {
         ring=2 * KV,
     ),
     "composed attention": Entry(
-        _composed({**ATTENTION, "rope": {**ROPE, "partial_rotary_factor": 0.5}}, ATTENTION), slope=2 * KV
+        _composed(
+            {**ATTENTION, "rope": {**ROPE, "partial_rotary_factor": 0.5}}, {**ATTENTION, "qk_norm": True}
+        ),
+        slope=2 * KV,
+    ),
+    "retnet": Entry(
+        {
+            "model_type": "retnet",
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "expand_k": 0.75,
+            "expand_v": 1.5,
+            "intermediate_size": 40,
+            "norm_eps": 1e-3,
+        },
+        decays=CONSTANT,
+    ),
+    "composed retnet": Entry(
+        _composed(RETNET, {**RETNET, "kv_heads": 4, "gate": False, "norm_eps": 1e-3}), decays=CONSTANT
+    ),
+    "composed linear_attn": Entry(
+        _composed(
+            LINEAR,
+            {**LINEAR, "feature_map": "taylor", "kv_heads": 4, "key_dim": 4, "output_norm": False},
+            {**LINEAR, "feature_map": "relu", "normaliser": False, "unit_k": True},
+            {**LINEAR, "feature_map": "identity", "normaliser": False},
+        ),
+        decays=None,
+    ),
+    "composed hgrn2": Entry(_composed({**HGRN2, "conv": 3, "bound": 0.003}, HGRN2), widths=(3,)),
+    "gla": Entry(
+        {
+            **FLA_KEYS,
+            "model_type": "gla",
+            "num_kv_heads": 2,
+            "expand_k": 0.75,
+            "expand_v": 1.5,
+            "use_short_conv": True,
+            "conv_size": 3,
+            "clamp_min": -4.5,
+            "gate_logit_normalizer": 2,
+        },
+        widths=(3,),
+    ),
+    "linear_attn": Entry(
+        {
+            **FLA_KEYS,
+            "model_type": "linear_attn",
+            "num_hidden_layers": 3,
+            "num_kv_heads": 2,
+            "expand_k": 0.75,
+            "expand_v": 1.5,
+            "feature_map": "elu",
+            "norm_feature_map": True,
+            "norm_q": True,
+            "norm_k": False,
+            "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "rope_theta": 100.0},
+        },
+        slope=KV,
+        decays=None,
+    ),
+    "based": Entry(
+        {
+            **FLA_KEYS,
+            "model_type": "based",
+            "num_hidden_layers": 3,
+            "feature_dim": 5,
+            "window_size": WINDOW,
+            "window_layers": [1],
+        },
+        ring=2 * KV,
+        decays=None,
+    ),
+    "hgrn2": Entry(
+        {
+            **FLA_KEYS,
+            "model_type": "hgrn2",
+            "num_hidden_layers": 3,
+            "num_heads": None,
+            "expand_ratio": 16,
+            "use_short_conv": True,
+            "conv_size": 4,
+        },
+        widths=(4,),
+    ),
+    "mistral": Entry({**TRANSFORMER, "model_type": "mistral", "sliding_window": WINDOW}, ring=2 * KV),
+    "qwen2": Entry(
+        {
+            **TRANSFORMER,
+            "model_type": "qwen2",
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+        slope=KV,
+        ring=2 * KV,
+    ),
+    "qwen3": Entry(
+        {
+            **TRANSFORMER,
+            "model_type": "qwen3",
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        slope=2 * KV,
+        ring=KV,
+    ),
+    "mamba": Entry(
+        {**MAMBA_KEYS, "model_type": "mamba", "conv_kernel": 3, "tie_word_embeddings": True}, widths=(3,)
+    ),
+    "falcon_mamba": Entry(
+        {
+            **MAMBA_KEYS,
+            "model_type": "falcon_mamba",
+            "conv_kernel": 4,
+            "use_bias": True,
+            "mixer_rms_eps": 1e-2,
+            "tie_word_embeddings": False,
+        },
+        widths=(4,),
+    ),
+    "delta_net": Entry(
+        {
+            "model_type": "delta_net",
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 2,
+            "expand_k": 0.75,
+            "expand_v": 1.25,
+            "conv_size": 3,
+            "use_gate": True,
+            "allow_neg_eigval": True,
+            "intermediate_size": 40,
+            "norm_eps": 1e-3,
+        },
+        widths=(3,),
+        decays=None,
+    ),
+    "composed delta_net": Entry(
+        _composed(
+            {**DELTA_NET, "negative": True},
+            {**DELTA_NET, "act": "elu", "qk_norm": "sum", "gate": True, "heads": 3},
+            {**DELTA_NET, "conv": 0, "act": "identity", "rate": False},
+        ),
+        widths=(3,),
+        decays=None,
+    ),
+    "gated_deltanet": Entry(
+        {
+            "model_type": "gated_deltanet",
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 2,
+            "num_v_heads": 4,
+            "head_dim": 12,
+            "expand_v": 0.75,
+            "conv_size": 4,
+            "use_gate": False,
+            "allow_neg_eigval": True,
+            "intermediate_size": 40,
+            "norm_eps": 1e-3,
+        },
+        widths=(4,),
+    ),
+    "rwkv7": Entry(
+        {
+            "model_type": "rwkv7",
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "value_dim": 64,
+            "intermediate_size": 120,
+            "decay_low_rank_dim": 5,
+            "a_low_rank_dim": 4,
+            "gate_low_rank_dim": 7,
+            "v_low_rank_dim": 3,
+            "norm_eps": 1e-3,
+        },
+        widths=(2,),
+        decays=RWKV7_DECAYS,
+    ),
+    "composed rwkv7": Entry(
+        _composed(RWKV7, {**RWKV7, "value_rank": 3}, ATTENTION, RWKV7, {**RWKV7, "value_rank": 2}),
+        slope=KV,
+        widths=(2,),
+        decays=RWKV7_DECAYS,
     ),
 }
 
@@ -177,9 +407,18 @@ def spread(model: nn.Module, seed: int) -> None:
         a_log, dt_bias = getattr(module, "a_log", None), getattr(module, "dt_bias", None)
         if isinstance(a_log, Tensor) and isinstance(dt_bias, Tensor):
             _spread_rates(a_log, dt_bias, g)
+        if isinstance(module, TimeMix):  # a sigmoid
+            bias = module.decay.bias
+            assert bias is not None
+            bias.copy_(_shuffled(torch.linspace(-9, 5, bias.numel()), g))
         decay = getattr(module, "decay_proj", None)
         if isinstance(decay, nn.Linear):  # log-sigmoid over a temperature of 2
             decay.bias.copy_(_shuffled(torch.linspace(-11, 9, decay.bias.numel()), g))
+        if isinstance(module, HGRN2Mixer):
+            module.in_proj.weight[module.keys : 2 * module.keys] *= 3  # gates that close
+            if module.bounds is not None:
+                logits = torch.linspace(-4, 4, module.bounds.numel())
+                module.bounds.copy_(_shuffled(logits, g).view_as(module.bounds))
 
 
 def _spread_rates(a_log: Tensor, dt_bias: Tensor, g: torch.Generator) -> None:

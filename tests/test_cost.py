@@ -74,6 +74,7 @@ def counted(model: Model, cache: Cache | None = None, new: int = NEW) -> Counter
     kinds = {
         "gated_linear_scan": "scan",
         "gated_delta_scan": "scan",
+        "dplr_delta_scan": "scan",
         "selective_scan": "scan",
         "short_conv": "conv",
     }

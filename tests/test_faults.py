@@ -27,6 +27,8 @@ from constate.core.model import Model
 from constate.core.short_conv import ShortConv
 from constate.core.state import State, Window
 from constate.linear_attn.gated_deltanet import GatedDeltaNet
+from constate.linear_attn.hgrn2 import HGRN2
+from constate.linear_attn.rwkv7 import ChannelMix, TokenShift
 from constate.spans import Spans
 from constate.ssm.mamba2 import Mamba2
 from tests.laws import LAWS
@@ -131,6 +133,15 @@ def interleaved(k: Tensor) -> Tensor:
     return k.flip(1)
 
 
+def unsummed(initial: Tensor | None) -> Tensor | None:
+    return None if initial is None else F.pad(initial[..., :-1], (0, 1))
+
+
+def padded(final: Tensor, _: Tensor | None) -> Tensor:
+    """A pad whose key was set to zero before the map elu + 1, which makes ones of it."""
+    return torch.cat([final[..., :-1], final[..., -1:] + 1], -1)
+
+
 def bfloat16(final: Tensor, _: Tensor | None) -> Tensor:
     return final.bfloat16().float()
 
@@ -182,6 +193,13 @@ def emptied(scan: Op) -> Op:
         final = final.clone()
         final[empty] = 0
         return o, final
+
+    return faulty
+
+
+def reads_the_decayed(step: Op) -> Op:
+    def faulty(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, *rest: Any, **options: Any) -> Any:
+        return step(q, k, v, g, a * g.exp(), *rest, **options)
 
     return faulty
 
@@ -314,6 +332,7 @@ SCANS = (
     ("gated_linear_scan", 4, "composed gla"),
     ("gated_delta_scan", 5, "composed gated_deltanet"),
     ("selective_scan", 5, "composed mamba"),
+    ("dplr_delta_scan", 6, "composed rwkv7"),
 )
 
 FAULTS = (
@@ -344,6 +363,8 @@ FAULTS = (
     Fault(
         "erases before it decays", "composed gated_deltanet", 1, op("gated_delta_step", erases_before_decay)
     ),
+    Fault("channel decay one token late", "rwkv7", 7, op("dplr_delta_scan", argument(3, late))),
+    Fault("the erase reads the decayed state", "rwkv7", 1, op("dplr_delta_step", reads_the_decayed)),
     Fault("softplus twice", "composed mamba", 7, op("selective_scan", softplus_twice)),
     Fault("the skip is left out", "composed mamba", 7, op("selective_scan", without("d"))),
     Fault("the gate is left out", "composed mamba", 1, op("selective_step", without("z"))),
@@ -356,6 +377,10 @@ FAULTS = (
         op("gated_delta_scan", argument(1, first_group)),
     ),
     Fault("query heads read key heads in turn", "llama", 7, op("attention", argument(1, interleaved))),
+    # the key sum of normalised linear attention, the last column of its state (case A4)
+    Fault("the key sum is not carried", "linear_attn", 2, op("gated_linear_scan", argument(4, unsummed))),
+    Fault("pads enter the key sum", "linear_attn", 1, op("gated_linear_scan", state_after(padded, 4))),
+    Fault("a bound is left out", "hgrn2", 7, method(HGRN2, "_bound", lambda _: lambda self, call: None)),
     # short convolution
     Fault("the history is dropped", "mamba2", 2, op("short_conv", argument(3, lambda _: None))),
     Fault("the history is not written", "mamba2", 2, method(ShortConv, "forward", stale)),
@@ -366,6 +391,8 @@ FAULTS = (
         op("short_conv", state_after(newest_first, 3)),
     ),
     Fault("the history is not shifted", "composed mamba", 1, op("short_conv_step", unshifted)),
+    Fault("the token shift's history is not written", "rwkv7", 2, method(TokenShift, "forward", stale)),
+    Fault("a row sees another row's token", "composed rwkv7", 3, op("short_conv", one_span)),
     Fault("the convolution runs over rows", "composed mamba2", 3, op("short_conv", one_span)),
     # attention
     Fault("a window one too wide", "composed window", 1, op("attention", wider)),
@@ -374,6 +401,7 @@ FAULTS = (
     ),
     Fault("attention runs over rows", "composed attention", 3, op("attention", one_context)),
     Fault("positions restart in a piece", "llama", 2, method(Call, "positions", restarted)),
+    Fault("retention's positions restart in a piece", "retnet", 2, method(Call, "positions", restarted)),
     Fault("a token does not see itself", "llama", 1, op("attention_step", one_late)),
     Fault("growing loses a token", "llama", 1, method(cache_module, "grown", unpadded)),
     # rows and files
@@ -386,6 +414,9 @@ FAULTS = (
     Fault("drop moves nothing", "composed", 5, method(Cache, "drop", nothing_moves)),
     # prices
     Fault("the history is not priced", "mamba2", 6, method(Mamba2, "cost", unpriced("conv"))),
+    Fault(
+        "the channel mix's history is not priced", "rwkv7", 6, method(ChannelMix, "cost", unpriced("conv"))
+    ),
     Fault("the state is not priced", "composed", 6, method(GatedDeltaNet, "cost", unpriced("state"))),
     Fault("a window priced as growing", "composed window", 6, method(Attention, "cost", as_full)),
 )

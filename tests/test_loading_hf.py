@@ -1,6 +1,6 @@
 """Folders as transformers 5.23 writes them, and as its earlier versions did: every key and every tensor of
-mamba2 and llama is accounted for. That the numbers agree too is the twins' matter; here each parameter is
-traced to the file, and one forward shows that the right config reached the model."""
+mamba2 and the transformers is accounted for. That the numbers agree too is the twins' matter; here each
+parameter is traced to the file, and one forward shows that the right config reached the model."""
 
 import json
 import os
@@ -22,14 +22,28 @@ MAMBA2 = COMMON | dict(state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_
 LLAMA = COMMON | dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3["original_max_position_embeddings"] = 64
+SLIDING = dict(use_sliding_window=True, sliding_window=5)
+TYPES = dict(layer_types=["sliding_attention", "full_attention"])
 LIMITED = dict(time_step_limit=(0.01, 0.1))
+MAMBA = COMMON | dict(state_size=6, intermediate_size=40)
+OTHERWISE = dict(tie_word_embeddings=False, use_bias=True, use_conv_bias=False, time_step_rank=5)
 CASES = {
+    "mamba": ("mamba", MAMBA),
+    "mamba otherwise": ("mamba", MAMBA | OTHERWISE),
+    "falcon_mamba": ("falcon_mamba", MAMBA | dict(mixer_rms_eps=1e-3)),
+    "falcon_mamba otherwise": ("falcon_mamba", MAMBA | OTHERWISE),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2 tied": ("mamba2", MAMBA2 | dict(tie_word_embeddings=True)),
     "mamba2 biased": ("mamba2", MAMBA2 | dict(use_bias=True, use_conv_bias=False, **LIMITED)),
     "llama": ("llama", LLAMA),
     "llama tied": ("llama", LLAMA | dict(tie_word_embeddings=True)),
     "llama biased": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True, head_dim=16)),
+    "mistral": ("mistral", LLAMA | dict(sliding_window=5, head_dim=16)),
+    "mistral full": ("mistral", LLAMA | dict(sliding_window=None, tie_word_embeddings=True)),
+    "qwen2": ("qwen2", LLAMA | dict(sliding_window=5)),
+    "qwen2 tied, sliding": ("qwen2", LLAMA | SLIDING | dict(max_window_layers=1, tie_word_embeddings=True)),
+    "qwen3": ("qwen3", LLAMA | dict(head_dim=16)),
+    "qwen3 biased, sliding": ("qwen3", LLAMA | SLIDING | TYPES | dict(attention_bias=True)),
     "llama scaled": ("llama", LLAMA | dict(rope_parameters=LLAMA3 | dict(rope_theta=5000.0))),
 }
 

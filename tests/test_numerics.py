@@ -24,7 +24,8 @@ from tests.models import MODELS, RECURRENT, VOCAB, make, tokens, with_ops
 from tests.referee import referee, same_state
 
 STEPS = 4096
-KEPT = {"a_log", "dt_bias", "d"}
+KEPT = {"a_log", "dt_bias", "d", "bounds", "kappa_scale", "rate_share", "bonus"}
+RATES = ("decay.bias", "rate.bias", "share.bias")  # RWKV-7's, behind which a sigmoid stands
 
 
 def one_layer(mixer: dict[str, Any], d: int = 24) -> Model:
@@ -95,7 +96,7 @@ def test_decays_and_skips_stay_float32_in_a_bfloat16_model(name: str) -> None:
     """Case F2: A_log, dt_bias and D are never rounded; norms stay too."""
     model, exact = make(name).to_dtype(torch.bfloat16), dict(make(name).named_parameters())
     for full, p in model.named_parameters():
-        if full.rsplit(".", 1)[-1] in KEPT or "norm" in full:
+        if full.rsplit(".", 1)[-1] in KEPT or "norm" in full or full.endswith(RATES):
             assert p.dtype == torch.float32 and torch.equal(p, exact[full]), full
         else:
             assert p.dtype == torch.bfloat16, full

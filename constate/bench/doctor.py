@@ -108,6 +108,8 @@ def cases(device: str) -> dict[str, Case]:
     b, c = normal(n, STATES), normal(n, STATES)
     one = slice(0, ROWS)
     linear, delta = (q, k, v, decays(n, H, DK)), (q, k, v, decays(n, H), beta)
+    kappa = unit(normal(n, H, DK))
+    low_rank = (*linear, -kappa, kappa * torch.rand(n, H, DK, generator=source).to(device))
     selective = (x, dt, rate, b, c)
     scale = {"scale": DK**-0.5}
     keys, values = normal(context.total, HK, DK), normal(context.total, HK, DV)
@@ -117,6 +119,8 @@ def cases(device: str) -> dict[str, Case]:
         "gated_linear_step": Case((*(t[one] for t in linear), state), scale),
         "gated_delta_scan": Case((*delta, state, spans), scale),
         "gated_delta_step": Case((*(t[one] for t in delta), state), scale),
+        "dplr_delta_scan": Case((*low_rank, state, spans), scale),
+        "dplr_delta_step": Case((*(t[one] for t in low_rank), state), scale),
         "selective_scan": Case((*selective, hidden, spans), {**parts, "z": z}),
         "selective_step": Case((x[one], dt[one], rate, b[one], c[one], hidden), {**parts, "z": z[one]}),
         "short_conv": Case((x, *taps, history, spans), {}),

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, doctor, generate, models, quality, train
+from . import bench, convert, doctor, generate, models, quality, train
 
 app = typer.Typer(
     name="constate",
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("models")(models.models)
+app.command("convert")(convert.convert)
 app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
 app.command("quality")(quality.quality)

@@ -33,10 +33,17 @@ def names(text: str | None) -> list[str]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone, one object a line.")]
-Model = Annotated[str, typer.Option("--model", metavar="NAME", help="tiny/NAME, a folder, or a hub id.")]
+Model = Annotated[
+    str,
+    typer.Option("--model", metavar="NAME", help="tiny/NAME, a folder, a .gguf file, smollm2, or a hub id."),
+]
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", metavar="NAME", help="tiny/NAME, a folder, or a hub id; repeat for several."),
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="tiny/NAME, a folder, a .gguf file, smollm2, or a hub id; repeat for several.",
+    ),
 ]
 Shapes = Annotated[
     list[str] | None,

@@ -8,11 +8,13 @@ fluent nonsense. Knows no architecture and no file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+
+from torch import Size
 
 from .weights import Rule
 
@@ -41,8 +43,8 @@ _IGNORED: Mapping[str, str] = {
         router_aux_loss_coef output_router_logits fuse_cross_entropy fuse_linear_cross_entropy use_l2warp""",
     "how the same numbers are computed": """
         use_cache chunk_size pretraining_tp use_flash_attention use_mamba_kernels use_mambapy
-        use_associative_scan fuse_norm fuse_swiglu torchscript use_bfloat16 return_dict output_attentions
-        output_hidden_states""",
+        use_associative_scan attn_mode fuse_norm fuse_swiglu torchscript use_bfloat16 return_dict
+        output_attentions output_hidden_states""",
     "what training saw (a rotary scaling that reads it declares it), and a rank that only some read": """
         max_position_embeddings time_step_rank""",
     "advice to a sampler": """
@@ -66,12 +68,15 @@ NEUTRAL: Mapping[str, Any] = {
     "chunk_size_feed_forward": 0,
     "pruned_heads": {},
     "use_sliding_window": False,
+    "use_mrope": False,
     "partial_rotary_factor": 1.0,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
     "lm_head_multiplier": 1.0,
+    "use_gk": True,
+    "use_gv": False,
 }
 
 
@@ -83,12 +88,29 @@ def autoregressive(*args: Any, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Dialect:
+    """Another way in which people have a family's checkpoints on disk, beside the primary one.
+
+    `spoken(raw, names)` tells it by config.json's content ({} where there is none) and the tensors'
+    names, and must not claim the primary dialect; `config(raw, shapes)` gives the mapping that
+    `read_config` takes, from the same content and the tensors' shapes; `weights(config)` lists the rules
+    from this dialect's names. `signs` says in words what `spoken` looks for, for errors.
+    """
+
+    name: str
+    spoken: Callable[[Mapping[str, Any], Collection[str]], bool]
+    config: Callable[[Mapping[str, Any], Mapping[str, Size]], Mapping[str, Any]]
+    weights: Callable[[Any], Sequence[Rule]]
+    signs: str = ""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A published model family: how its config is read, its model built, its weights named.
 
     `model_type` is config.json's; `build(config)` makes the model with weights not yet filled;
     `weights(config)` lists the rules from a checkpoint's names to the parameters'; `decode` turns
-    prompts into commits.
+    prompts into commits; `dialects` are the other ways to write the same model down.
     """
 
     model_type: str
@@ -96,6 +118,7 @@ class Architecture:
     build: Callable[[Any], Model]
     weights: Callable[[Any], Sequence[Rule]]
     decode: Callable[..., Any] = autoregressive
+    dialects: tuple[Dialect, ...] = ()
 
 
 def read_config(cls: type[C], raw: Mapping[str, Any]) -> C:

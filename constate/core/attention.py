@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..spans import Spans
 from .cost import Cost, causal_pairs, matmul, read_weights
 from .mixer import Call, Mixer
+from .norms import RMSNorm
 from .rotary import Rotary
 from .state import KV, State, Window
 
@@ -23,7 +24,8 @@ from .state import KV, State, Window
 @dataclass(frozen=True)
 class AttentionSpec:
     """heads query heads share kv_heads key/value heads of head_dim channels; `window` W lets a token see
-    itself and the W - 1 before it; `rope` is a rope_parameters mapping, None for no position at all."""
+    itself and the W - 1 before it; `rope` is a rope_parameters mapping, None for no position at all;
+    `qk_norm` norms each head's query and key before they are rotated, as Qwen3 does."""
 
     heads: int
     head_dim: int
@@ -33,6 +35,8 @@ class AttentionSpec:
     max_positions: int | None = None
     bias: bool = False
     out_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-5
 
 
 class Attention(Mixer):
@@ -51,6 +55,8 @@ class Attention(Mixer):
             self.rotary = Rotary.of(spec.rope, spec.head_dim, spec.max_positions)
         self.qkv = nn.Linear(d, (self.h + 2 * self.hk) * self.dim, bias=spec.bias)
         self.out = nn.Linear(self.h * self.dim, d, bias=spec.out_bias)
+        self.q_norm = RMSNorm(self.dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(self.dim, spec.norm_eps) if spec.qk_norm else None
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
         held = (rows, self.window or capacity, self.hk, self.dim)
@@ -98,11 +104,13 @@ class Attention(Mixer):
 
     def _enter(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         qkv = self.qkv(x).unflatten(-1, (-1, self.dim))
-        if self.rotary is None:
-            q, k, v = qkv.split([self.h, self.hk, self.hk], dim=1)
-            return q, k, v
         qk, v = qkv.split([self.h + self.hk, self.hk], dim=1)
-        q, k = self.rotary.rotate(qk, call).split([self.h, self.hk], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([self.h, self.hk], dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        if self.rotary is not None:
+            qk = self.rotary.rotate(qk, call)
+        q, k = qk.split([self.h, self.hk], dim=1)
         return q, k, v
 
 

@@ -9,15 +9,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Size, Tensor, bfloat16, float16, float32, uint8
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_CODES = {float32: "F32", float16: "F16", bfloat16: "BF16"}
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -26,7 +28,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path):
         """Opens the files. Raises ValueError for missing shards (named), broken files, pickled weights."""
-        self.folder = folder
+        self.folder, self._mapped = folder, set[int]()
         listed = _listed(folder)
         files = sorted(set(listed.values())) if listed else _files(folder)
         if absent := [name for name in files if not (folder / name).is_file()]:
@@ -39,8 +41,18 @@ class Checkpoint(Mapping[str, Tensor]):
         if absent := [f"{key} (in {name})" for key, name in listed.items() if key not in opened[name].keys()]:  # noqa: SIM118
             raise ValueError(f"{folder}: {INDEX} lists tensors that its files lack: {', '.join(absent[:8])}")
 
+    def shapes(self) -> dict[str, Size]:
+        """The shape of every tensor; none is read."""
+        return {name: Size(file.get_slice(name).get_shape()) for name, file in self._home.items()}
+
     def __getitem__(self, name: str) -> Tensor:
-        return self._home[name].get_tensor(name)
+        tensor = self._home[name].get_tensor(name)
+        self._mapped.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is the mapped file's, which may be misaligned and goes away."""
+        return tensor.untyped_storage().data_ptr() in self._mapped
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._home)
@@ -53,6 +65,40 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, which is whole or not there at all."""
     own = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     whole(path, lambda new: save_file(own, new, metadata={"format": "pt"}))
+
+
+@contextmanager
+def writing(path: Path, outlines: Mapping[str, Tensor]) -> Iterator[Callable[[str, Tensor], Tensor]]:
+    """One safetensors file written tensor by tensor, for models that memory should not hold as a whole.
+
+    `outlines` (on the meta device) name the tensors. What is yielded takes a name and its tensor, once for
+    each in any order, and returns the outline; the file is whole in the end or not there at all.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, t in outlines.items():
+        start, end = end, end + t.numel() * t.element_size()
+        header[name] = {"dtype": _CODES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # so that a mapped tensor is aligned where its length allows
+    begin, awaited, new = len(text) + 8, set(outlines), path.with_name(path.name + ".new")
+    try:
+        with new.open("wb") as file:
+
+            def put(name: str, tensor: Tensor) -> Tensor:
+                outline = outlines[name]
+                assert (tensor.dtype, tensor.shape) == (outline.dtype, outline.shape), name
+                awaited.remove(name)
+                file.seek(begin + header[name]["data_offsets"][0])
+                file.write(tensor.contiguous().flatten().view(uint8).numpy().data)
+                return outline
+
+            file.write(len(text).to_bytes(8, "little") + text)
+            yield put
+            assert not awaited, awaited
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -110,9 +156,8 @@ def _files(folder: Path) -> list[str]:
 def refusal(names: str, folder: Path) -> str:
     """Why pickled weights are not read, and the way out."""
     return (
-        f"{folder} holds pickled weights ({names}), which are not read: a pickle can run any code. If you "
-        f"trust it, transformers converts it: AutoModelForCausalLM.from_pretrained('{folder}')"
-        ".save_pretrained('OUT') writes safetensors; then load OUT"
+        f"{folder} holds pickled weights ({names}), which are not loaded: a pickle can run any code. "
+        f"`constate convert {folder} OUT` reads the tensors alone and writes safetensors; then load OUT"
     )
 
 

@@ -97,6 +97,11 @@ def delta_scan(new: int, h: int, dk: int, dv: int) -> int:
     return 7 * new * h * dk * dv
 
 
+def dplr_scan(new: int, h: int, dk: int, dv: int) -> int:
+    """Recall 2, decay 1, write twice 2, read 2 FLOPs an element of state, token by token."""
+    return 9 * new * h * dk * dv
+
+
 def selective_scan(new: int, c: int, s: int) -> int:
     """Discretise 1, decay 1, write 2, read 2 FLOPs an element of state, token by token."""
     return 6 * new * c * s

@@ -40,8 +40,8 @@ class Model(nn.Module):
 
     `config` is the architecture's frozen Config; `tokenizer`, `chat_template`, `special_tokens`, `eos_ids`
     and `vocab` (how many ids are real: rows of the head beyond it are padding) are set by loading.
-    `embed_scale` multiplies the embedding; `residual_float32` keeps the residual stream in float32
-    whatever the weights' dtype.
+    `embed_scale` multiplies the embedding, `embed_norm` norms it; `residual_float32` keeps the residual
+    stream in float32 whatever the weights' dtype.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Model(nn.Module):
         d: int,
         tied: bool,
         embed_scale: float = 1.0,
+        embed_norm: nn.Module | None = None,
         residual_float32: bool = False,
     ):
         super().__init__()
@@ -65,7 +66,8 @@ class Model(nn.Module):
         self.head = nn.Linear(d, vocab, bias=False)
         if tied:
             self.head.weight = self.embed.weight
-        self.embed_scale, self.residual_float32 = embed_scale, residual_float32
+        self.embed_scale, self.embed_norm = embed_scale, embed_norm
+        self.residual_float32 = residual_float32
         self.vocab = vocab
         self.eos_ids: frozenset[int] = frozenset()
         self.tokenizer: Tokenizer | None = None
@@ -143,6 +145,7 @@ class Model(nn.Module):
         head = self.head.weight
         total = (total + Cost({"head": matmul(1 if new else 0, head)}, read_weights(head))).times(rows)
         norms = [norm for norm, _ in self.branches] + [self.norm]
+        norms += [self.embed_norm] if self.embed_norm is not None else []
         weights = {**read_weights(*(w for n in norms for w in n.parameters())), **total.weights}
         if self.head.weight is not self.embed.weight:
             row = self.embed.weight[0].numel() * self.embed.weight.element_size()
@@ -186,7 +189,8 @@ class Model(nn.Module):
     def _enter(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.embed.weight)
         x = x.float() if self.residual_float32 else x
-        return x if self.embed_scale == 1.0 else x * self.embed_scale
+        x = x if self.embed_scale == 1.0 else x * self.embed_scale
+        return x if self.embed_norm is None else self.embed_norm(x)
 
     def _hidden(self, tokens: Tensor, call: Call, states: Sequence[State] | None) -> Tensor:
         x = self._enter(tokens)

@@ -46,3 +46,39 @@ class GatedRMSNorm(nn.Module):
             split = x.unflatten(-1, (self.groups, -1))
             x = F.rms_norm(split, split.shape[-1:], None, self.eps).flatten(-2) * self.weight
         return (x * gate if self.before else x).to(dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias, in float32 (Ba et al., 1607.06450)."""
+
+    float32: ClassVar[frozenset[str]] = frozenset({"weight", "bias"})
+
+    def __init__(self, width: int, eps: float = 1e-5, *, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+
+class GroupNorm(nn.Module):
+    """A layer norm of each of `groups` slices of the last axis, with a weight and a bias for the whole of it
+    (Wu & He, 1803.08494)."""
+
+    float32: ClassVar[frozenset[str]] = frozenset({"weight", "bias"})
+
+    def __init__(self, width: int, groups: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.groups, self.eps = groups, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (n, width)."""
+        return F.group_norm(x.float(), self.groups, self.weight, self.bias, self.eps).to(x.dtype)
+
+
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x scaled to length 1 on its last axis, eps inside the root as the published kernels have it."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

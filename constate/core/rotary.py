@@ -28,7 +28,8 @@ class Rotary:
     def of(parameters: Mapping[str, Any], head_dim: int, max_positions: int | None = None) -> Rotary:
         """From `rope_parameters` (or the older `rope_theta` + `rope_scaling` in one mapping).
 
-        Types: default, linear (Chen et al., 2306.15595), llama3, yarn (Peng et al., 2309.00071).
+        Types: default, linear (Chen et al., 2306.15595), llama3, yarn (Peng et al., 2309.00071), longrope
+        (Ding et al., 2402.13753) where its two tables are one: a divisor for each frequency.
         `max_positions` stands in for a missing `original_max_position_embeddings`. Raises ValueError for
         an unknown type, an unknown key, and for "dynamic", which turns earlier keys as the text grows.
         """
@@ -50,9 +51,11 @@ class Rotary:
             rotary = _llama3(base, p, max_positions)
         elif kind == "yarn":
             rotary = _yarn(base, theta, dim, p, max_positions)
+        elif kind == "longrope":
+            rotary = _longrope(base, p, max_positions)
         else:
             why = "it re-rotates keys that are already cached, so no cache of it can be exact"
-            known = "known are default, linear, llama3, yarn"
+            known = "known are default, linear, llama3, yarn, longrope"
             raise ValueError(f"rope_type {kind!r}: {why if kind == 'dynamic' else known}")
         if p:
             raise ValueError(f"rope_type {kind!r} does not know the keys {sorted(p)}")
@@ -125,3 +128,25 @@ def _yarn(base: list[float], theta: float, dim: int, p: dict[str, Any], max_posi
     slowed = [min(1.0, max(0.0, (i - low) / width)) for i in range(dim // 2)]
     mixed = (f / factor * s + f * (1 - s) for f, s in zip(base, slowed, strict=True))
     return Rotary(tuple(mixed), float(attention))
+
+
+def _longrope(base: list[float], p: dict[str, Any], max_positions: int | None) -> Rotary:
+    """LongRoPE with one table of divisors. With two, the longer text's would turn keys that are cached."""
+    short, long = p.pop("short_factor", None), p.pop("long_factor", None)
+    if short is None or long is None or list(short) != list(long):
+        raise ValueError(
+            "rope_type 'longrope' with a short_factor that differs from its long_factor re-rotates keys that "
+            "are already cached as a text grows, so no cache of it can be exact"
+        )
+    if len(short) != len(base):
+        raise ValueError(f"rope_type 'longrope' has {len(short)} factors for {len(base)} frequencies")
+    original = p.pop("original_max_position_embeddings", None) or max_positions
+    factor, attention = p.pop("factor", None), p.pop("attention_factor", None)
+    if attention is None:
+        if original is None:
+            raise ValueError(
+                "rope_type 'longrope' wants an attention_factor or original_max_position_embeddings"
+            )
+        factor = float(factor if factor is not None else (max_positions or original) / original)
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return Rotary(tuple(f / s for f, s in zip(base, short, strict=True)), float(attention))

@@ -22,17 +22,27 @@ from ..core.mlp import GatedMLP
 from ..core.model import Block, Model
 from ..core.norms import RMSNorm
 from ..core.weights import Rule, everything
+from ..linear_attn.delta_net import DeltaNet, DeltaNetSpec
 from ..linear_attn.gated_deltanet import GatedDeltaNet, GatedDeltaNetSpec
 from ..linear_attn.gla import GLA, GLASpec
+from ..linear_attn.hgrn2 import HGRN2, HGRN2Spec
+from ..linear_attn.linear_attn import LinearAttention, LinearAttentionSpec
+from ..linear_attn.retnet import Retention, RetentionSpec
+from ..linear_attn.rwkv7 import RWKV7Spec, TimeMix
 from ..ssm.mamba import Mamba, MambaSpec
 from ..ssm.mamba2 import Mamba2, Mamba2Spec
 
 MIXERS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "attention": (Attention, AttentionSpec),
+    "delta_net": (DeltaNet, DeltaNetSpec),
     "gated_deltanet": (GatedDeltaNet, GatedDeltaNetSpec),
     "gla": (GLA, GLASpec),
+    "hgrn2": (HGRN2, HGRN2Spec),
+    "linear_attn": (LinearAttention, LinearAttentionSpec),
     "mamba": (Mamba, MambaSpec),
     "mamba2": (Mamba2, Mamba2Spec),
+    "retnet": (Retention, RetentionSpec),
+    "rwkv7": (TimeMix, RWKV7Spec),
 }
 
 

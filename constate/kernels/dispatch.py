@@ -23,6 +23,8 @@ FILES = MappingProxyType(
         "gated_linear_step": "gated_linear",
         "gated_delta_scan": "gated_delta",
         "gated_delta_step": "gated_delta",
+        "dplr_delta_scan": "dplr_delta",
+        "dplr_delta_step": "dplr_delta",
         "selective_scan": "selective",
         "selective_step": "selective",
         "short_conv": "short_conv",
@@ -56,6 +58,8 @@ class Ops:
     gated_linear_step: Op
     gated_delta_scan: Op
     gated_delta_step: Op
+    dplr_delta_scan: Op
+    dplr_delta_step: Op
     selective_scan: Op
     selective_step: Op
     short_conv: Op

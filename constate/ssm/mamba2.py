@@ -1,15 +1,16 @@
 """Mamba-2 (Dao & Gu, 2405.21060): a state-space model with one decay a head, which is linear attention.
 
 h_t = exp(dt_t A) h_{t-1} + B_t (dt_t x_t)^T, y_t = C_t^T h_t + D x_t (equation 16 and section 7): the
-gated linear scan with q = C, k = B, v = dt x. B and C come in groups that several heads share. Knows the
-Hugging Face dialect; the original checkpoints' names are another's work.
+gated linear scan with q = C, k = B, v = dt x. B and C come in groups that several heads share. Knows
+two dialects of checkpoints: Hugging Face's and that of mamba_ssm, the original implementation.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from ..core.norms import GatedRMSNorm, RMSNorm
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, reshape, same
+from .original import dialect
 
 
 @dataclass(frozen=True)
@@ -201,4 +203,26 @@ def weights(config: Config) -> list[Rule]:
     return rules
 
 
-ARCHITECTURE = Architecture("mamba2", Config, build, weights)
+_ORIGINAL = {
+    "d_state": ("state_size", 128),
+    "d_conv": ("conv_kernel", 4),
+    "expand": ("expand", 2),
+    "headdim": ("head_dim", 64),
+    "ngroups": ("n_groups", 1),
+    "dt_limit": ("time_step_limit", (0.0, math.inf)),
+    "conv_bias": ("use_conv_bias", True),
+    "bias": ("use_bias", False),
+}
+
+
+def _heads(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"num_heads": int(raw["expand"] * raw["hidden_size"]) // raw["head_dim"]}
+
+
+ARCHITECTURE = Architecture(
+    "mamba2",
+    Config,
+    build,
+    weights,
+    dialects=(dialect("mamba2", "Mamba2", _ORIGINAL, ".mixer.dt_bias", weights, _heads),),
+)

@@ -14,7 +14,7 @@ from torch import Tensor
 from constate.core.attention import Attention, AttentionSpec
 from constate.core.mixer import Call, Mixer
 from constate.core.short_conv import ShortConv
-from constate.core.state import ConvSSM
+from constate.core.state import ConvSSM, Matrix, State
 from constate.hybrid.composed import MIXERS
 from constate.kernels.dispatch import available, select
 from constate.spans import Spans
@@ -22,11 +22,16 @@ from tests import loops
 from tests.models import (
     ATTENTION,
     DELTA,
+    DELTA_NET,
     GLA,
+    HGRN2,
+    LINEAR,
     MAMBA,
     MAMBA2,
     MODELS,
+    RETNET,
     ROPE,
+    RWKV7,
     SQUARE,
     WINDOW,
     make,
@@ -43,14 +48,33 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": MAMBA,
     "mamba, wide rank, bias": {**MAMBA, "rank": 7, "bias": True, "conv": 2},
     "mamba, no conv bias": {**MAMBA, "conv_bias": False},
+    "mamba, dt, B and C normed": {**MAMBA, "norm_eps": 1e-2},
     "mamba2": MAMBA2,
     "mamba2, a group a head": {**MAMBA2, "groups": 4, "bias": True, "conv_bias": False},
     "mamba2, limits": {**MAMBA2, "dt_limit": [0.01, 0.2], "norm_eps": 1e-2},
     "gla": GLA,
     "gla, convolution": {**GLA, "conv": 4, "heads": 3},
+    "gla, heads 6 and 2, bounded": {**GLA, "heads": 6, "kv_heads": 2, "decay_min": -4},
+    "gla, no gate": {**GLA, "gate": False},
+    "hgrn2": HGRN2,
+    "hgrn2, convolution, bound": {**HGRN2, "conv": 3, "bound": 0.1},
+    "linear_attn, elu": LINEAR,
+    "linear_attn, relu": {**LINEAR, "feature_map": "relu", "unit_q": True, "norm_eps": 1e-3},
+    "linear_attn, identity": {**LINEAR, "kv_heads": 4, "feature_map": "identity", "normaliser": False},
+    "linear_attn, taylor": {**LINEAR, "feature_map": "taylor", "output_norm": False},
+    "linear_attn, taylor, not divided": {**LINEAR, "feature_map": "taylor", "normaliser": False},
+    "retnet": {**RETNET, "heads": 6},
+    "retnet, a key a head, no gate": {**RETNET, "kv_heads": None, "gate": False, "norm_eps": 1e-2},
     "gated_deltanet, heads 2 and 4": DELTA,
     "gated_deltanet, heads 1 and 3": {**DELTA, "heads": 1, "value_heads": 3, "conv": 4},
     "gated_deltanet, heads 2 and 2, square": {**SQUARE, "negative": True},
+    "gated_deltanet, no gate": {**DELTA, "gate": False},
+    "delta_net": {**DELTA_NET, "gate": True, "negative": True},
+    "delta_net, elu and sums": {**DELTA_NET, "act": "elu", "qk_norm": "sum", "heads": 3},
+    "delta_net, relu, no rates": {**DELTA_NET, "act": "relu", "conv": 4, "rate": False},
+    "delta_net, no convolution": {**DELTA_NET, "act": "identity", "conv": 0},
+    "rwkv7": RWKV7,
+    "rwkv7, heads 4, square": {**RWKV7, "heads": 4, "value_dim": 8, "norm_eps": 64e-5},
 }
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "heads 6 and 2": {**ATTENTION, "heads": 6, "rope": ROPE},
@@ -59,6 +83,7 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "partial rotary": {**ATTENTION, "rope": {**ROPE, "partial_rotary_factor": 0.25}},
     "window": {**ATTENTION, "window": WINDOW, "rope": ROPE},
     "window of one": {**ATTENTION, "window": 1},
+    "norm of q and k": {**ATTENTION, "qk_norm": True, "norm_eps": 1e-2, "rope": ROPE, "window": WINDOW},
 }
 
 
@@ -71,6 +96,14 @@ def build(settings: dict[str, Any]) -> Mixer:
 
 def call_of(backend: str, new: tuple[int, ...], past: tuple[int, ...]) -> Call:
     return Call(Spans.of(new), select(backend, "cpu"), past, torch.tensor(past))
+
+
+def held(state: State) -> dict[str, Tensor]:
+    """A recurrence's tensors under the names of loops.Row."""
+    if isinstance(state, Matrix):
+        return {"ssm": state.s}
+    assert isinstance(state, ConvSSM)
+    return {"conv": state.conv, "ssm": state.ssm}
 
 
 def close(got: Tensor, want: Tensor, what: str) -> None:
@@ -88,10 +121,15 @@ def test_recurrent_mixer_is_what_its_paper_says(settings: dict[str, Any], backen
     p, loop = loops.params(mixer), loops.MIXERS[settings["type"]]
     x = torch.randn(sum(LENGTHS), D)
     state = mixer.init_state(len(LENGTHS), 0)
-    assert isinstance(state, ConvSSM)
-    state.conv.normal_()
-    state.ssm.normal_()
-    initial = [(state.conv[r].double(), state.ssm[r].double()) for r in range(len(LENGTHS))]
+    for tensor in held(state).values():
+        tensor.normal_()
+        if settings["type"] == "linear_attn":  # sums of features that are not negative
+            tensor.abs_()
+    none = torch.empty(len(LENGTHS), 0)
+    initial = [
+        (held(state).get("conv", none)[r].double(), held(state)["ssm"][r].double())
+        for r in range(len(LENGTHS))
+    ]
     zeros = (0,) * len(LENGTHS)
     y = mixer(x, call_of(backend, LENGTHS, zeros), state)
     fresh = mixer(x, call_of(backend, LENGTHS, zeros))
@@ -101,13 +139,14 @@ def test_recurrent_mixer_is_what_its_paper_says(settings: dict[str, Any], backen
     for r, part in enumerate(Spans.of(LENGTHS).slices()):
         want = loop(p, x[part].double(), settings, initial[r])
         close(y[part], want.y, f"y of row {r}")
-        close(state.conv[r], want.conv, f"history of row {r}")
-        close(state.ssm[r], want.ssm, f"state of row {r}")
+        for name, tensor in held(state).items():
+            close(tensor[r], getattr(want, name), f"{name} of row {r}")
         close(fresh[part], loop(p, x[part].double(), settings).y, f"y of row {r} from nothing")
-        after = loop(p, one[r : r + 1].double(), settings, (want.conv, want.ssm))
+        settled = {**settings, "past": LENGTHS[r]}
+        after = loop(p, one[r : r + 1].double(), settled, (want.conv, want.ssm))
         close(stepped[r : r + 1], after.y, f"step of row {r}")
-        close(stepped_state.conv[r], after.conv, f"history of row {r} after the step")
-        close(stepped_state.ssm[r], after.ssm, f"state of row {r} after the step")
+        for name, tensor in held(stepped_state).items():
+            close(tensor[r], getattr(after, name), f"{name} of row {r} after the step")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -156,6 +195,10 @@ def test_the_referee_is_right(name: str) -> None:
         ({**ATTENTION, "heads": 33}, "33 query heads cannot share 2 key/value heads"),
         ({**ATTENTION, "window": 0}, "window 0"),
         ({**MAMBA, "conv": 0}, "width 0"),
+        ({**GLA, "heads": 3, "kv_heads": 2}, "3 query heads cannot share 2 key/value heads"),
+        ({**LINEAR, "heads": 3}, "3 query heads cannot share 2 key/value heads"),
+        ({**LINEAR, "feature_map": "hedgehog"}, "feature map 'hedgehog' is not known"),
+        ({**HGRN2, "bound": 1.0}, "bound 1.0"),
         ({**MAMBA2, "act": "gelu"}, "activation 'gelu'"),
     ],
 )

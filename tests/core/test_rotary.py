@@ -105,10 +105,25 @@ def test_yarn_factor_four() -> None:
     near(Rotary.of(parameters, DIM), want, factor=1.138629)
 
 
+def test_longrope_with_one_table_divides_each_frequency() -> None:
+    divisors = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
+    parameters = {"rope_type": "longrope", "short_factor": divisors, "long_factor": tuple(divisors)}
+    want = [f / d for f, d in zip(base(), divisors, strict=True)]
+    near(Rotary.of({**parameters, "attention_factor": 1.0}, DIM), want)
+    # Without it: sqrt(1 + ln(factor) / ln(original)), the factor from how far the text was stretched.
+    near(
+        Rotary.of({**parameters, "factor": 4.0}, DIM, 1024), want, math.sqrt(1 + math.log(4) / math.log(1024))
+    )
+    stretched = {**parameters, "original_max_position_embeddings": 256}
+    near(Rotary.of(stretched, DIM, 1024), want, math.sqrt(1 + math.log(4) / math.log(256)))
+
+
 @pytest.mark.parametrize(
     ("parameters", "fact"),
     [
-        ({"rope_type": "longrope"}, "'longrope': known are"),
+        ({"rope_type": "su"}, "'su': known are"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}, "re-rotates keys"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 factors for 8 freq"),
         ({"rope_type": "dynamic", "factor": 2.0}, "re-rotates keys"),
         ({"rope_type": "default", "factor": 2.0}, "does not know the keys"),
         ({"rope_type": "linear"}, "wants factor"),

@@ -58,8 +58,13 @@ def _tree(query: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Te
     start; keys times the decays to its end; the tile's whole decay (tiles, h, 1, dk).
     """
     pairs = (query * key).sum(-1)[..., None, None]
-    # (tiles, h, blocks, block, dk): what reaches a query from its block's start, a key at its block's end.
-    query, key, whole = (query * decay)[..., None, :], key[..., None, :], decay[..., None, :]
+    return join(pairs, (query * decay)[..., None, :], key[..., None, :], decay[..., None, :])
+
+
+def join(pairs: Tensor, query: Tensor, key: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Joins blocks of one token, two and two, to tiles: from (tiles, h, blocks, block, dk) with as many
+    queries and keys to a block as wanted, and their pairs (tiles, h, blocks, block, block)."""
+    # What reaches a query from its block's start, a key at its block's end, and the block's whole decay.
     while query.shape[2] > 1:
         (query, later), (earlier, key) = _halves(query), _halves(key)
         (before, after), (upper, lower) = _halves(whole), _halves(pairs)

@@ -7,7 +7,7 @@ length, are cut by plain views; only ragged rows are gathered. Tails hold zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -107,8 +107,15 @@ class Chain:
             initial = initial.index_select(0, torch.tensor(order, device=initial.device))
         self.alive, self.ended = initial, []
 
-    def walk(self, sizes: list[int], decay: Tensor, update: Tensor) -> Tensor:
-        """Through a segment's levels, state <- decay * state + update; returns each tile's first state."""
+    def walk(
+        self,
+        sizes: list[int],
+        decay: Tensor,
+        update: Tensor,
+        by: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.addcmul,
+    ) -> Tensor:
+        """Through a segment's levels, state <- by(update, decay, state), which is decay * state + update;
+        returns each tile's first state."""
         firsts = []
         # split, not slices: the gradient of many slices would cost levels squared.
         for size, kept, fresh in zip(sizes, decay.split(sizes), update.split(sizes), strict=True):
@@ -116,7 +123,7 @@ class Chain:
                 self.ended.append(self.alive[size:])
                 self.alive = self.alive[:size]
             firsts.append(self.alive)
-            self.alive = torch.addcmul(fresh, kept, self.alive)
+            self.alive = by(fresh, kept, self.alive)
         return firsts[0] if len(firsts) == 1 else torch.cat(firsts)
 
     def final(self) -> Tensor:
