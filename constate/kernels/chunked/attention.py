@@ -94,6 +94,7 @@ def attention_step(
 
     q (rows, h, dk); k (rows, capacity, hk, dk) and v (rows, capacity, hk, dv) already hold the new token;
     lengths (rows,) int64 on q's device, `longest` their maximum on the host. Returns o (rows, h, dv).
+    A shorter row's places up to `longest` are masked but read: any finite number may lie there, no NaN.
     """
     shapes.attention_step(q, k, v, lengths, longest)
     keys, values = k[:, :longest].transpose(1, 2), v[:, :longest].transpose(1, 2)
