@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from operator import index
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ class Spans:
 
     @staticmethod
     def of(lengths: Iterable[int], device: torch.device | str = "cpu") -> Spans:
-        """Spans of these lengths. Raises ValueError for a negative length or no row at all."""
-        lengths = tuple(int(n) for n in lengths)
+        """Spans of these lengths. Raises ValueError for a negative length or no row at all, TypeError for a
+        length that is no whole number."""
+        lengths = tuple(index(n) for n in lengths)
         if not lengths:
             raise ValueError("Spans.of([]): at least one row is wanted; an empty row is Spans.of([0])")
         if min(lengths) < 0:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from constate import __version__
@@ -233,6 +234,10 @@ def test_prompts_from_a_file(
     asked = ("generate", "--model", folder, "--max-new-tokens", 2)
     rows = lines(capsys, *asked, "He", "--file", tmp_path / "prompts")
     assert [row["prompt"] for row in rows] == ["He", "She", "  It is "]
+    # An editor's mark before the text is none of it, and what other systems break lines at is no line's end.
+    (tmp_path / "marked").write_bytes("\ufeffShe\x0c\u2028was\r\nIt".encode())
+    marked = lines(capsys, *asked, "--file", tmp_path / "marked")
+    assert [row["prompt"] for row in marked] == ["She\x0c\u2028was", "It"]
     monkeypatch.setattr("sys.stdin", io.StringIO("They\n"))
     assert [row["prompt"] for row in lines(capsys, *asked, "--file", "-")] == ["They"]
     assert "no such file" in refused(capsys, *asked, "--file", tmp_path / "absent")
@@ -265,6 +270,8 @@ def test_a_state_goes_on_exactly(capsys: pytest.CaptureFixture[str], folder: Pat
         (["generate", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["generate", "a", "--load-state", "absent.state"], "absent.state"),
         (["generate", "a", "--save-state", "absent/folder/state"], "absent"),
+        (["generate", "a", "--save-state", "."], "no file"),
+        (["generate", "a", "--load-state", "."], "not a saved state"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(
@@ -285,6 +292,8 @@ def test_a_wrong_request_is_refused_in_one_line(
         (["bench", "speed", "--shape", "colossus"], "mamba2-130m"),
         (["bench", "memory", "--lengths", "1k,x"], "'x'"),
         (["bench", "memory", "--shape", "colossus"], "mamba2-130m"),
+        (["bench", "speed", "--shape", "mamba2-130m", "--device", "abacus"], "abacus"),
+        (["doctor", "--device", "abacus"], "abacus"),
     ],
 )
 def test_what_does_not_exist_is_named(capsys: pytest.CaptureFixture[str], argv: list[str], said: str):
@@ -318,6 +327,12 @@ def test_a_table_names_what_json_does(capsys: pytest.CaptureFixture[str]):
     status, out, err = run(capsys, "models")
     assert (status, err) == (0, "")
     assert "model type" in out and "ssm/mamba2.py" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_doctor_says_that_a_device_is_not_here(capsys: pytest.CaptureFixture[str]):
+    rows = lines(capsys, "doctor", "--device", "cuda")
+    assert rows and all(row["ok"] is None and "CUDA" in row["reason"] for row in rows)
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (None, 0), (False, 1)])

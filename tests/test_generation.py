@@ -1,6 +1,7 @@
 """generate and stream: text, stop strings, states and usage, on scripted models and on tiny real ones."""
 
 import json
+import os
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -378,10 +379,15 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ("a", {"stop": ["x", ""]}, "stop: an empty string"),
     ("a", {"n": 0}, "n=0"),
     ("a", {"max_new_tokens": -1}, "max_new_tokens=-1"),
+    ("a", {"max_new_tokens": 2.5}, "max_new_tokens=2.5: a whole number"),
+    ("a", {"seed": 1.0}, "seed=1.0: a whole number"),  # else drawn from as the text "1.0", unlike 1
+    ([b"a"], {}, "bytes are text once decoded"),
     ("a", {"temperature": -1}, "temperature=-1"),
     ("a", {"top_p": 1.5}, "top_p=1.5"),
     ("a", {"chat": True}, "no chat template"),
     ("a", {"save_state": "/no/such/folder/state"}, "no such folder"),
+    ("a", {"save_state": "."}, "is there and no file"),
+    ("a", {"save_state": os.devnull}, "is there and no file"),
     ("a", {"load_state": "/no/such/state"}, "no such file"),
 ]
 

@@ -48,17 +48,18 @@ def doctor(device: str = "cpu") -> Iterator[dict[str, Any]]:
     `max_error` is None where there is no finite one.
     """
     with torch.no_grad():
-        made = cases(device)
-        wanted = {op: made[op].run(getattr(reference, op)) for op in FILES}
-        for row in available(device):
+        rows = available(device)
+        made = cases(device) if any(row.here for row in rows) else {}  # on a device that is not here, none
+        wanted = {op: case.run(getattr(reference, op)) for op, case in made.items()}
+        for row in rows:
             for op in FILES:
-                found = _check(op, row, made[op], wanted[op], device)
+                found = {"ok": None, "max_error": None, "reason": row.reason}
+                if row.here:
+                    found = _check(op, row, made[op], wanted[op], device)
                 yield {"op": op, "backend": row.backend, **found}
 
 
 def _check(op: str, row: Availability, case: Case, want: list[Tensor], device: str) -> dict[str, Any]:
-    if not row.here:
-        return {"ok": None, "max_error": None, "reason": row.reason}
     try:
         chosen = select(row.backend, device)
         if (choice := chosen.choices[op]).backend != row.backend:

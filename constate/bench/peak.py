@@ -21,7 +21,7 @@ from ..loading import load
 from .engines import Ours
 from .shapes import SHAPES, random_model
 
-WARM = PIECE + 1  # tokens of warm-up: a full piece and a short one, so that what they load once is loaded
+WARM = 8 * PIECE + 1  # tokens of warm-up: full pieces and a short one, until the C library's heap has settled
 STATUS, MARK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 

@@ -129,12 +129,12 @@ def _prompts(given: list[str], file: str | None, load_state: Path | None) -> lis
     """Those of the command line, then those of the file; a state alone goes on where its rows stopped."""
     if file is not None:
         try:
-            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise ValueError(f"--file {file}: no such file; one prompt a line is wanted") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"--file {file}: not UTF-8 ({error}); one prompt a line is wanted") from None
-        given = given + [line for line in text.splitlines() if line.strip()]
+        given = given + [line for line in text.split("\n") if line.strip()]
     if not given and load_state is not None:
         from ..core.cache import read_header
 

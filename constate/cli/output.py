@@ -14,8 +14,9 @@ def say(text: str) -> None:
 
 
 def emit(row: Mapping[str, Any]) -> None:
-    """One JSON object on a line of its own, at once."""
-    print(json.dumps(row, ensure_ascii=False), flush=True)
+    """One JSON object on a line of its own, at once. In ASCII: a terminal of any encoding can print it, and
+    no reader takes a character such as U+2028 for the end of the line."""
+    print(json.dumps(row), flush=True)
 
 
 def show(rows: Iterable[Mapping[str, Any]], as_json: bool, columns: Sequence[str], title: str = "") -> list:

@@ -76,13 +76,9 @@ class Attention(Mixer):
     def step(self, x: Tensor, call: Call, state: State) -> Tensor:
         assert isinstance(state, KV | Window)
         q, k, v = self._enter(x, call)
-        slot, lengths, longest = call.past, call.past + 1, max(call.lengths) + 1
-        if self.window is not None:
-            slot, lengths = slot % self.window, lengths.clamp(max=self.window)
-            longest = min(longest, self.window)
-        rows = torch.arange(x.shape[0], device=x.device)
-        state.k[rows, slot] = k
-        state.v[rows, slot] = v
+        place, lengths, longest = places(call, state.k.shape[1])
+        state.k.view(-1, *k.shape[1:]).index_copy_(0, place, k)
+        state.v.view(-1, *v.shape[1:]).index_copy_(0, place, v)
         o = call.ops.attention_step(q, state.k, state.v, lengths, longest)
         return self.out(o.flatten(1))
 
@@ -112,6 +108,18 @@ class Attention(Mixer):
             qk = self.rotary.rotate(qk, call)
         q, k = qk.split([self.h, self.hk], dim=1)
         return q, k, v
+
+
+def places(call: Call, width: int) -> tuple[Tensor, Tensor, int]:
+    """For one new token a row in buffers of `width` places: where each goes in the flattened buffer,
+    (rows,); how many places then hold tokens, (rows,), and the most on the host. A full buffer is a ring
+    that never comes round. Made once a call for all layers of one width."""
+    key = ("places", width)
+    if key not in call.shared:
+        rows = torch.arange(len(call.lengths), device=call.past.device)
+        held = (call.past + 1).clamp(max=width)
+        call.shared[key] = (rows * width + call.past % width, held, min(max(call.lengths) + 1, width))
+    return call.shared[key]
 
 
 def absorb(state: KV, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Spans]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .checkpoint import whole
 from .state import State, grown, leaf, zip_leaves
 
 FORMAT = "constate.cache.1"
@@ -141,14 +143,19 @@ class Cache(State):
     # -- files ----------------------------------------------------------------------------------
 
     def save(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
-        """Store every state, the lengths and a small JSON `note` as one safetensors file."""
+        """Store every state, the lengths and a small JSON `note` as one safetensors file. Raises OSError
+        where it cannot be written; a file that was there before is then untouched."""
         longest = max(self.lengths, default=0)
         tensors = {
             name: (t[:, :longest] if of.grows else t).detach().cpu().contiguous().clone()
             for name, t, of in self.leaves()
         }
         header = {"lengths": self.lengths, "model": self.model, "note": dict(note or {})}
-        save_file(tensors, path, metadata={"format": FORMAT, "header": json.dumps(header)})
+        metadata = {"format": FORMAT, "header": json.dumps(header)}
+        try:
+            whole(Path(path), lambda new: save_file(tensors, new, metadata))
+        except SafetensorError as error:
+            raise OSError(f"{path}: the state could not be stored ({error})") from error
 
     @staticmethod
     def load(path: str | Path, model: CacheModel) -> Cache:
@@ -192,6 +199,7 @@ class Cache(State):
         self.capacity = capacity
 
     def _row(self, row: int) -> int:
+        row = int(index(row))  # a tensor's element or a bool would index otherwise than the number it is
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row}: the cache has rows 0 to {self.rows - 1}")
         return row
@@ -208,7 +216,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; a state is written by --save-state or Cache.save") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # a folder is an OSError that does not name it
         raise ValueError(f"{path} is not a saved state: {error}") from None
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is a safetensors file, but no state saved by --save-state or Cache.save")

@@ -119,10 +119,17 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the place and move in, so that an interruption leaves what was there before."""
+    """Write beside the place and move in, so that an interruption or an error leaves what was there before.
+    Whoever may read a new file may read this one: safetensors alone would keep it to its owner."""
     new = path.with_name(path.name + ".new")
-    write(new)
-    os.replace(new, path)
+    try:
+        new.touch()
+        mode = new.stat().st_mode
+        write(new)
+        new.chmod(mode)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,8 +92,8 @@ class Model(nn.Module):
     ) -> Tensor:
         """Logits of packed tokens.
 
-        tokens (n,) int64, packed by spans. Returns (n, vocab) float32, or with at="last" (rows, vocab),
-        NaN for an empty span. With a cache the rows continue from it and it absorbs the tokens (under
+        tokens (n,) int64 or int32, packed by spans. Returns (n, vocab) float32, or with at="last" (rows,
+        vocab), NaN for an empty span. With a cache the rows continue from it and it absorbs the tokens (under
         no_grad): `keep=False` absorbs none, a list the first k of each row; both only where every state
         can drop its tail. Raises ValueError for lengths, ids, rows or a cache that do not fit.
         """
@@ -132,7 +133,9 @@ class Model(nn.Module):
         more; without one it grows as needed."""
         if rows < 1:
             raise ValueError(f"init_cache(rows={rows}): at least one row is wanted")
-        room = capacity or 0
+        room = 0 if capacity is None else index(capacity)
+        if room < 0:
+            raise ValueError(f"init_cache(capacity={capacity}): at least 0 tokens a row; None lets it grow")
         states = tuple(mixer.init_state(rows, room, self.state_dtype) for mixer in self.mixers())
         past = torch.zeros(rows, dtype=torch.int64, device=self.embed.weight.device)
         return Cache(states, (0,) * rows, room, capacity is not None, self.fingerprint, past)
@@ -218,7 +221,7 @@ class Model(nn.Module):
     def _kept(self, cache: Cache, spans: Spans, keep: bool | Sequence[int]) -> tuple[int, ...]:
         if keep is True:
             return spans.lengths
-        kept = (0,) * spans.rows if keep is False else tuple(keep)
+        kept = (0,) * spans.rows if keep is False else tuple(map(index, keep))
         if len(kept) != spans.rows or any(not 0 <= k <= n for k, n in zip(kept, spans.lengths, strict=True)):
             raise ValueError(f"keep={list(kept)}: one count a row is wanted, at most the span's length")
         ends = zip(cache.lengths, spans.lengths, kept, strict=True)
@@ -235,6 +238,8 @@ class Model(nn.Module):
                 f"tokens {tuple(tokens.shape)} with spans of {spans.total} tokens: one flat (n,) tensor is "
                 "wanted, the rows laid end to end without padding"
             )
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens are {tokens.dtype}: token ids are wanted, int64 (or int32)")
         if tokens.device != self.embed.weight.device:
             raise ValueError(f"tokens on {tokens.device}, the model on {self.embed.weight.device}")
         if tokens.device.type == "cpu" and tokens.numel():

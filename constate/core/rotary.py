@@ -72,10 +72,12 @@ class Rotary:
         if self not in call.shared:
             frequencies = torch.tensor(self.frequencies, device=x.device)
             angle = call.positions.float()[:, None, None] * frequencies
-            call.shared[self] = (angle.cos() * self.factor, angle.sin() * self.factor)
+            cos, sin = angle.cos() * self.factor, angle.sin() * self.factor
+            # (a, b) turns to (a cos - b sin, b cos + a sin): x times the one, x's halves swapped the other.
+            call.shared[self] = (torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
         cos, sin = call.shared[self]
-        a, b = x[..., : self.dim].float().chunk(2, dim=-1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+        head = x[..., : self.dim].float()
+        turned = torch.addcmul(head * cos, head.roll(self.dim // 2, dims=-1), sin).to(x.dtype)
         return turned if self.dim == x.shape[-1] else torch.cat([turned, x[..., self.dim :]], dim=-1)
 
 

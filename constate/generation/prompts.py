@@ -17,9 +17,10 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     if not several:
         raise ValueError("no prompt was given: a string, or a list of strings or of token lists, is wanted")
-    if any(not isinstance(p, Sized) for p in several):
+    if any(isinstance(p, bytes) or not isinstance(p, Sized) for p in several):
         raise ValueError(
-            "prompts: strings or token lists are wanted in the list; put one token list in a list"
+            "prompts: strings or token lists are wanted in the list; put one token list in a list; bytes are "
+            "text once decoded"
         )
     return cast(list[Prompt], several)
 

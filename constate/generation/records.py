@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 from ..core.sampling import Sampling
@@ -30,14 +32,19 @@ class Settings:
     save_state: str | Path | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "seed", "n"):
+            try:
+                object.__setattr__(self, name, index(getattr(self, name)))
+            except TypeError:
+                raise ValueError(f"{name}={getattr(self, name)!r}: a whole number is wanted") from None
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: at least 0 is wanted")
         if self.n < 1:
             raise ValueError(f"n={self.n}: at least one sample of each prompt is wanted")
         if "" in self.stops:
             raise ValueError("stop: an empty string would end every text before it begins; leave it out")
-        if self.save_state is not None and not Path(self.save_state).absolute().parent.is_dir():
-            raise ValueError(f"save_state={str(self.save_state)!r}: there is no such folder; make it first")
+        if self.save_state is not None:
+            _check_place(Path(self.save_state))
         _ = self.sampling
 
     @property
@@ -47,6 +54,17 @@ class Settings:
     @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+
+def _check_place(path: Path) -> None:
+    """That a file can be written there, before the work whose result it is to hold."""
+    folder = path.absolute().parent
+    if path.exists() and not path.is_file():  # a device would be replaced, not written to
+        raise ValueError(f"save_state={str(path)!r} is there and no file: the name of a file is wanted")
+    if not folder.is_dir():
+        raise ValueError(f"save_state={str(path)!r}: there is no such folder; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"save_state={str(path)!r}: nothing can be written in that folder")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..core.mixer import Mixer
 from ..core.mlp import GatedMLP
 from ..core.model import Block, Model
 from ..core.norms import RMSNorm
-from ..core.weights import Rule, everything
+from ..core.weights import Rule, everything, same
 from ..linear_attn.delta_net import DeltaNet, DeltaNetSpec
 from ..linear_attn.gated_deltanet import GatedDeltaNet, GatedDeltaNetSpec
 from ..linear_attn.gla import GLA, GLASpec
@@ -113,8 +113,9 @@ def _read(spec: type[Any], settings: Mapping[str, Any], where: str) -> Any:
 
 
 def weights(config: Config) -> list[Rule]:
-    """The file's names are ours."""
-    return [everything()]
+    """The file's names are ours. A tied head may be there all the same, if it is equal."""
+    tied = [same("head.weight", "embed.weight", optional=True)] if config.tie_word_embeddings else []
+    return [*tied, everything()]
 
 
 ARCHITECTURE = Architecture("composed", Config, build, weights)

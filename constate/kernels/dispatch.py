@@ -85,7 +85,7 @@ def select(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
     "auto" takes the fastest that is here and records why in `choices`. Raises BackendUnavailable, a
     ValueError, for a backend that does not serve `device`, and ValueError for an unknown name.
     """
-    device = torch.device(device)
+    device = _place(device)
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; one of {', '.join(('auto', *BACKENDS))} is wanted")
     rows = {row.backend: row for row in available(device)}
@@ -101,8 +101,8 @@ def select(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
 
 
 def available(device: torch.device | str = "cpu") -> list[Availability]:
-    """A row for every backend, in the order of BACKENDS."""
-    device = torch.device(device)
+    """A row for every backend, in the order of BACKENDS. Raises ValueError for a device of no known kind."""
+    device = _place(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return [Availability(name, False, "PyTorch sees no CUDA device") for name in BACKENDS]
     return [
@@ -111,6 +111,13 @@ def available(device: torch.device | str = "cpu") -> list[Availability]:
         Availability("native", False, "no op has a C form yet"),
         Availability("triton", False, "no op has a Triton form yet"),
     ]
+
+
+def _place(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"PyTorch knows no device {str(device)!r}; cpu or cuda is wanted") from None
 
 
 def _ops(backend: str, reason: str) -> Ops:

@@ -132,21 +132,32 @@ def conv(
     activation: str | None,
 ) -> Tensor:
     """A short convolution's arguments; returns its history (rows, w - 1, c), zeros in x's dtype for None."""
+    tokens(spans, x=x)
+    _conv_weights(x, weight, bias, activation)
+    if initial is None:
+        return x.new_zeros(spans.rows, weight.shape[1] - 1, weight.shape[0])
+    exactly("initial", initial, spans.rows, weight.shape[1] - 1, weight.shape[0])
+    return initial
+
+
+def conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, activation: str | None
+) -> None:
+    """The same for one token a row."""
+    _conv_weights(x, weight, bias, activation)
+    exactly("history", history, x.shape[0], weight.shape[1] - 1, weight.shape[0])
+
+
+def _conv_weights(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
     if activation not in ("silu", None):
         raise ValueError(f"activation is {activation!r}; 'silu' or None is wanted")
-    tokens(spans, x=x)
     if x.ndim != 2 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] < 1:
         raise ValueError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: (n, c) and (c, w) are wanted, w >= 1. "
             "A depthwise Conv1d's weight is (c, 1, w): squeeze its middle axis"
         )
-    c, w = weight.shape
     if bias is not None:
-        exactly("bias", bias, c)
-    if initial is None:
-        return x.new_zeros(spans.rows, w - 1, c)
-    exactly("initial", initial, spans.rows, w - 1, c)
-    return initial
+        exactly("bias", bias, weight.shape[0])
 
 
 def attention(

@@ -61,7 +61,7 @@ def shipped(name: str) -> str:
 
 def austen(tokenizer: Tokenizer) -> Corpus:
     """Five novels to train on, as the two stretches around the test book; the test book; and the first
-    400,000 bytes of the Shakespeare file, three plays and the start of a fourth."""
+    400,000 characters of the Shakespeare file, three plays and the start of a fourth."""
     before, book, after = _novels()
     train = _joined("austen", [before, after], tokenizer)
     second = Text.of("shakespeare", shipped("shakespeare")[:OPENING], tokenizer)

@@ -94,8 +94,10 @@ def test_bidirectional(op, new, held):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 9])
 @pytest.mark.parametrize(("new", "held"), [((11,), (11,)), ((9,), (14,)), ((5, 5), (8, 8)), ((9, 2), (9, 7))])
-def test_blocks_of_queries(new, held, window, monkeypatch):
-    monkeypatch.setattr(chunked, "BLOCK", 4)
+@pytest.mark.parametrize(("block", "mask"), [(4, 1 << 22), (256, 30), (256, 1)])
+def test_blocks_of_queries(new, held, window, block, mask, monkeypatch):
+    monkeypatch.setattr(chunked, "BLOCK", block)
+    monkeypatch.setattr(chunked, "MASK", mask)
     spans, context = Spans.of(new), Spans.of(held)
     q, k, v = inputs(spans, context, 2, 1)
     o = chunked.attention(q, k, v, spans, context, window=window)

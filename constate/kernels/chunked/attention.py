@@ -15,8 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...spans import Spans
 from .. import shapes
 
-BLOCK = 256
-"""Queries of a masked block: its mask is BLOCK times the keys it can see."""
+BLOCK, MASK = 256, 1 << 22
+"""Queries of a masked block, fewer where its mask, queries times the keys they can see, passes MASK places:
+PyTorch keeps a mask twice, once as float32, which over a long context would dwarf the keys."""
 
 
 def attention(
@@ -61,8 +62,10 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | No
     if count == held and (window is None or window >= held):
         return _attend(q, k, v, scale=scale, is_causal=True)
     outputs = []
-    for start in range(0, count, BLOCK):
-        stop = min(start + BLOCK, count)
+    width = held if window is None else min(held, window + BLOCK)
+    block = max(1, min(BLOCK, MASK // width))
+    for start in range(0, count, block):
+        stop = min(start + block, count)
         place = torch.arange(start, stop, device=q.device)[:, None] + held - count
         first = 0 if window is None else max(0, held - count + start - window + 1)
         last = held - count + stop
@@ -94,6 +97,7 @@ def attention_step(
 
     q (rows, h, dk); k (rows, capacity, hk, dk) and v (rows, capacity, hk, dv) already hold the new token;
     lengths (rows,) int64 on q's device, `longest` their maximum on the host. Returns o (rows, h, dv).
+    A shorter row's places up to `longest` are masked but read: any finite number may lie there, no NaN.
     """
     shapes.attention_step(q, k, v, lengths, longest)
     keys, values = k[:, :longest].transpose(1, 2), v[:, :longest].transpose(1, 2)

@@ -54,10 +54,13 @@ def short_conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, *, activation: str | None = "silu"
 ) -> Tensor:
     """One token a row: x (rows, c), history (rows, w - 1, c) shifted in place. Returns o (rows, c)."""
-    shapes.conv(x, weight, bias, history, Spans.ones(x.shape[0]), activation)
+    shapes.conv_step(x, weight, bias, history, activation)
     lined = torch.cat([history.float(), x[:, None].float()], 1)
     history.copy_(lined[:, 1:])
-    return _taps(lined, weight, bias, activation)[:, 0].to(x.dtype)
+    o = (lined * weight.float().t()).sum(1)
+    if bias is not None:
+        o += bias.float()
+    return (silu(o, inplace=True) if activation == "silu" else o).to(x.dtype)
 
 
 def _taps(lined: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
