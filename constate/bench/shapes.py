@@ -16,6 +16,17 @@ from ..kernels.dispatch import select
 from ..loading import DTYPES, find
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
+    # state-spaces/mamba-130m
+    "mamba-130m": {
+        "model_type": "mamba",
+        "vocab_size": 50280,
+        "hidden_size": 768,
+        "num_hidden_layers": 24,
+        "state_size": 16,
+        "expand": 2,
+        "conv_kernel": 4,
+        "tie_word_embeddings": True,
+    },
     # state-spaces/mamba2-130m
     "mamba2-130m": {
         "model_type": "mamba2",

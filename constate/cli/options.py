@@ -48,7 +48,9 @@ Models = Annotated[
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
-        "--shape", metavar="NAME", help="A published shape with random weights: mamba2-130m, llama-135m."
+        "--shape",
+        metavar="NAME",
+        help="A published shape with random weights: mamba-130m, mamba2-130m, llama-135m.",
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16.")]

@@ -24,4 +24,4 @@ def step_bias(n: int, low: float = 1e-3, high: float = 0.1) -> Tensor:
 
 def log_rates(n: int, low: float = 1.0, high: float = 16.0) -> Tensor:
     """(n,) logarithms of decay rates uniform in [low, high] (Mamba-2's reference initialisation)."""
-    return torch.empty(n).uniform_(low, high).log()
+    return (low + (high - low) * torch.rand(n)).log()

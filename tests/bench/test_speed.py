@@ -152,6 +152,7 @@ def test_named_shapes_are_the_published_ones():
             model = architecture.build(read_config(architecture.Config, raw))
         counts[name] = sum(p.numel() for p in model.parameters())
     assert counts["llama-135m"] == 134_515_008
+    assert counts["mamba-130m"] == 129_135_360
     assert counts["mamba2-130m"] == pytest.approx(129e6, rel=0.01)
 
 
