@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import Size
 
@@ -174,13 +174,20 @@ def _frozen(value: Any) -> Any:
 
 
 def _typed(hint: Any, value: Any) -> Any:
-    """The value as the field's type. Only plain types are checked; what is nested is its Config's matter."""
+    """The value as the field's type. A whole number counts something, so that none is negative; what a list
+    or an object holds is its Config's matter."""
     wanted = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if not set(wanted) <= {int, float, bool, str, NoneType}:
+    if Any in wanted:
         return value
+    nested = tuple(kind for t in wanted if (kind := get_origin(t)) is not None)
+    if isinstance(value, nested) and not isinstance(value, str):
+        return value
+    if type(value) is int and int in wanted and value < 0:
+        raise TypeError(f"{value} where at least 0 is wanted")
     if type(value) in wanted or (type(value) is int and float in wanted):
         return value
     if type(value) is float and int in wanted and math.isfinite(value) and value == int(value):
         return int(value)
-    names = " or ".join("null" if t is NoneType else t.__name__ for t in wanted)
+    spelled = {NoneType: "null", Mapping: "object", Sequence: "list", tuple: "list"}
+    names = " or ".join(spelled.get(get_origin(t) or t, t.__name__) for t in wanted)
     raise TypeError(f"{value!r} where {names} is wanted")

@@ -54,6 +54,7 @@ class TransformerConfig:
         h, hk, _ = self.heads
         if h % hk:
             raise ValueError(f"num_attention_heads {h} is not a multiple of num_key_value_heads {hk}")
+        _ = self.rope  # raises for two dialects that disagree
 
     @property
     def traits(self) -> Traits:
@@ -67,11 +68,16 @@ class TransformerConfig:
 
     @property
     def rope(self) -> Mapping[str, Any]:
-        """`rope_parameters`, from whichever dialect has them."""
-        rope = {**(self.rope_scaling or {}), **(self.rope_parameters or {})}
+        """`rope_parameters`, from whichever dialect has them. Raises ValueError where two disagree."""
+        rope, older = dict(self.rope_parameters or {}), dict(self.rope_scaling or {})
         if self.rope_theta is not None:
-            rope.setdefault("rope_theta", self.rope_theta)
-        return rope
+            older.setdefault("rope_theta", self.rope_theta)
+        if odd := sorted(key for key in rope.keys() & older if rope[key] != older[key]):
+            raise ValueError(
+                f"config.json has {', '.join(odd)} both in rope_parameters and in the older rope_theta and "
+                "rope_scaling, with other values: which?"
+            )
+        return older | rope
 
 
 def windows_by_layer(

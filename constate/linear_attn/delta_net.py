@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.architecture import Architecture
-from ..core.cost import Cost, carried, delta_scan, matmul, read_weights
-from ..core.mixer import Call, Mixer
+from ..core.cost import Cost, delta_scan
+from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm, unit
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
+from .recurrence import Recurrence
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -55,7 +56,7 @@ class DeltaNetSpec:
     norm_eps: float = 1e-5
 
 
-class DeltaNet(Mixer):
+class DeltaNet(Recurrence):
     """One in-projection to q, k, v, gate and beta; convolution over q, k, v; scan; norm; out."""
 
     def __init__(self, d: int, spec: DeltaNetSpec):
@@ -73,47 +74,31 @@ class DeltaNet(Mixer):
         self.in_proj = nn.Linear(d, sum(self.sizes), bias=False)
         # Where q and k have another activation than v, all three take theirs behind the convolution.
         fused = "silu" if spec.act == "silu" else None
-        self.conv = ShortConv(self.sizes[0], spec.conv, activation=fused) if spec.conv else None
+        self.convolved = self.sizes[0]
+        self.conv = ShortConv(self.convolved, spec.conv, activation=fused) if spec.conv else None
         eps = spec.norm_eps
         self.norm = GatedRMSNorm(self.dv, eps, before=True) if spec.gate else RMSNorm(self.dv, eps)
         self.out_proj = nn.Linear(values, d, bias=False)
 
-    def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
-        ssm = torch.zeros(rows, self.h, self.dk, self.dv, dtype=dtype, device=self.like.device)
-        if self.conv is None:
-            return ConvSSM(self.like.new_zeros(rows, 0, self.sizes[0]), ssm)
-        return ConvSSM(self.conv.init_history(rows), ssm)
-
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
         qkv, gate, b = self._enter(x)
-        q, k, v, beta = self._operands(self.conv(qkv, call, conv) if self.conv else qkv, b)
+        q, k, v, beta = self._operands(self.convolve(qkv, call, conv), b)
         o, final = call.ops.gated_delta_scan(q, k, v, None, beta, ssm, call.spans, scale=self.dk**-0.5)
         if ssm is not None:
             ssm.copy_(final)
-        return self._leave(o, gate)
+        return self.leave(o, gate)
 
     def step(self, x: Tensor, call: Call, state: State) -> Tensor:
         assert isinstance(state, ConvSSM)
         qkv, gate, b = self._enter(x)
-        q, k, v, beta = self._operands(self.conv.step(qkv, call, state.conv) if self.conv else qkv, b)
+        q, k, v, beta = self._operands(self.convolve_step(qkv, call, state.conv), b)
         with in_float32(state.ssm) as ssm:
             o = call.ops.gated_delta_step(q, k, v, None, beta, ssm, scale=self.dk**-0.5)
-        return self._leave(o, gate)
+        return self.leave(o, gate)
 
     def cost(self, new: int, past: int) -> Cost:
-        flops = {
-            "projection": matmul(new, self.in_proj.weight, self.out_proj.weight),
-            "conv": self.conv.flops(new) if self.conv else 0,
-            "scan": delta_scan(new, self.h, self.dk, self.dv),
-        }
-        history = self.conv.history_bytes if self.conv else 0
-        state = carried("state", 4 * self.h * self.dk * self.dv, new) + carried("conv", history, new)
-        return Cost(flops, read_weights(*self.parameters())) + state
-
-    @property
-    def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.price(new, delta_scan(new, self.h, self.dk, self.dv))
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv, gate, b = self.in_proj(x).split(self.sizes, dim=-1)
@@ -126,13 +111,6 @@ class DeltaNet(Mixer):
         q, k = self.qk_norm(qk.float().unflatten(-1, (2 * self.h, -1))).chunk(2, dim=1)
         beta = b.float().sigmoid() if self.rate else torch.ones_like(q[..., 0])
         return q, k, v.unflatten(-1, (self.h, -1)), beta * 2 if self.negative else beta
-
-    def _leave(self, o: Tensor, gate: Tensor) -> Tensor:
-        if isinstance(self.norm, GatedRMSNorm):
-            o = self.norm(o, gate.unflatten(-1, (self.h, -1)))
-        else:
-            o = self.norm(o)
-        return self.out_proj(o.flatten(1).to(gate.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

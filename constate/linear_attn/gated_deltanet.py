@@ -11,20 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.architecture import Architecture
-from ..core.cost import Cost, carried, delta_scan, matmul, read_weights
+from ..core.cost import Cost, delta_scan
 from ..core.decay import log_rates, step_bias
-from ..core.mixer import Call, Mixer
+from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm, unit
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
+from .recurrence import Recurrence
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GatedDeltaNetSpec:
     gate: bool = True
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(Recurrence):
     """One in-projection to q, k, v, gate, beta and decay; convolution over q, k, v; scan; gated norm; out."""
 
     float32: ClassVar[frozenset[str]] = frozenset({"a_log", "dt_bias"})
@@ -57,18 +57,13 @@ class GatedDeltaNet(Mixer):
         self.negative = spec.negative
         self.sizes = [2 * self.keys + self.values, self.values if spec.gate else 0, 2 * self.h]
         self.in_proj = nn.Linear(d, sum(self.sizes), bias=False)
-        self.conv = ShortConv(self.sizes[0], spec.conv) if spec.conv else None
+        self.convolved = self.sizes[0]
+        self.conv = ShortConv(self.convolved, spec.conv) if spec.conv else None
         self.a_log = nn.Parameter(log_rates(self.h))
         self.dt_bias = nn.Parameter(step_bias(self.h))
         eps = spec.norm_eps
         self.norm = GatedRMSNorm(self.dv, eps, before=True) if spec.gate else RMSNorm(self.dv, eps)
         self.out_proj = nn.Linear(self.values, d, bias=False)
-
-    def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
-        ssm = torch.zeros(rows, self.h, self.dk, self.dv, dtype=dtype, device=self.like.device)
-        if self.conv is None:
-            return ConvSSM(self.like.new_zeros(rows, 0, self.sizes[0]), ssm)
-        return ConvSSM(self.conv.init_history(rows), ssm)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
@@ -78,7 +73,7 @@ class GatedDeltaNet(Mixer):
         o, final = call.ops.gated_delta_scan(q, k, v, decay, beta, ssm, call.spans, scale=self.dk**-0.5)
         if ssm is not None:
             ssm.copy_(final)
-        return self._leave(o, gate)
+        return self.leave(o, gate)
 
     def step(self, x: Tensor, call: Call, state: State) -> Tensor:
         assert isinstance(state, ConvSSM)
@@ -87,21 +82,10 @@ class GatedDeltaNet(Mixer):
         q, k, v, decay, beta = self._operands(qkv, ba)
         with in_float32(state.ssm) as ssm:
             o = call.ops.gated_delta_step(q, k, v, decay, beta, ssm, scale=self.dk**-0.5)
-        return self._leave(o, gate)
+        return self.leave(o, gate)
 
     def cost(self, new: int, past: int) -> Cost:
-        flops = {
-            "projection": matmul(new, self.in_proj.weight, self.out_proj.weight),
-            "conv": self.conv.flops(new) if self.conv else 0,
-            "scan": delta_scan(new, self.h, self.dk, self.dv),
-        }
-        state = carried("state", 4 * self.h * self.dk * self.dv, new)
-        history = carried("conv", self.conv.history_bytes if self.conv else 0, new)
-        return Cost(flops, read_weights(*self.parameters())) + state + history
-
-    @property
-    def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.price(new, delta_scan(new, self.h, self.dk, self.dv))
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv, gate, ba = self.in_proj(x).split(self.sizes, dim=-1)
@@ -114,13 +98,6 @@ class GatedDeltaNet(Mixer):
         beta = b.sigmoid() * 2 if self.negative else b.sigmoid()
         decay = -self.a_log.exp() * F.softplus(a + self.dt_bias)
         return q, k, v.unflatten(-1, (self.h, -1)), decay, beta
-
-    def _leave(self, o: Tensor, gate: Tensor) -> Tensor:
-        if isinstance(self.norm, GatedRMSNorm):
-            o = self.norm(o, gate.unflatten(-1, (self.h, -1)))
-        else:
-            o = self.norm(o)
-        return self.out_proj(o.flatten(1).to(gate.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

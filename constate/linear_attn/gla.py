@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.architecture import Architecture
-from ..core.cost import Cost, carried, linear_scan, matmul, read_weights
-from ..core.mixer import Call, Mixer
+from ..core.cost import Cost, linear_scan
+from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
+from .recurrence import Recurrence
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GLASpec:
     decay_min: float | None = None
 
 
-class GLA(Mixer):
+class GLA(Recurrence):
     """One in-projection to q, k, v, gate and the decay's low-rank factor; scan; gated norm; out."""
 
     def __init__(self, d: int, spec: GLASpec):
@@ -58,50 +58,34 @@ class GLA(Mixer):
         self.qkv = [self.h * self.dk, self.hk * self.dk, self.hk * self.dv]
         self.in_proj = nn.Linear(d, sum(self.qkv) + self.gates + self.rank, bias=False)
         self.decay_proj = nn.Linear(self.rank, self.hk * self.dk, bias=True)
-        self.conv = ShortConv(sum(self.qkv), spec.conv) if spec.conv else None
+        self.convolved = sum(self.qkv)
+        self.conv = ShortConv(self.convolved, spec.conv) if spec.conv else None
         eps = spec.norm_eps
         self.norm = GatedRMSNorm(self.dv, eps, before=True) if spec.gate else RMSNorm(self.dv, eps)
         self.out_proj = nn.Linear(self.h * self.dv, d, bias=False)
 
-    def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
-        ssm = torch.zeros(rows, self.h, self.dk, self.dv, dtype=dtype, device=self.like.device)
-        if self.conv is None:
-            return ConvSSM(self.like.new_zeros(rows, 0, sum(self.qkv)), ssm)
-        return ConvSSM(self.conv.init_history(rows), ssm)
-
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
         qkv, gate, low = self._enter(x)
-        q, k, v, decay = self._operands(self.conv(qkv, call, conv) if self.conv else qkv, low)
+        q, k, v, decay = self._operands(self.convolve(qkv, call, conv), low)
         o, final = call.ops.gated_linear_scan(q, k, v, decay, ssm, call.spans, scale=self.dk**-0.5)
         if ssm is not None:
             ssm.copy_(final)
-        return self._leave(o, gate)
+        return self.leave(o, gate)
 
     def step(self, x: Tensor, call: Call, state: State) -> Tensor:
         assert isinstance(state, ConvSSM)
         qkv, gate, low = self._enter(x)
-        q, k, v, decay = self._operands(self.conv.step(qkv, call, state.conv) if self.conv else qkv, low)
+        q, k, v, decay = self._operands(self.convolve_step(qkv, call, state.conv), low)
         with in_float32(state.ssm) as ssm:
             o = call.ops.gated_linear_step(q, k, v, decay, ssm, scale=self.dk**-0.5)
-        return self._leave(o, gate)
+        return self.leave(o, gate)
 
     def cost(self, new: int, past: int) -> Cost:
-        flops = {
-            "projection": matmul(new, self.in_proj.weight, self.decay_proj.weight, self.out_proj.weight),
-            "conv": self.conv.flops(new) if self.conv else 0,
-            "scan": linear_scan(new, self.h, self.dk, self.dv),
-        }
-        history = self.conv.history_bytes if self.conv else 0
-        state = carried("state", 4 * self.h * self.dk * self.dv, new) + carried("conv", history, new)
-        return Cost(flops, read_weights(*self.parameters())) + state
-
-    @property
-    def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.price(new, linear_scan(new, self.h, self.dk, self.dv), self.decay_proj.weight)
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, gate, low = self.in_proj(x).split([sum(self.qkv), self.gates, self.rank], dim=-1)
+        qkv, gate, low = self.in_proj(x).split([self.convolved, self.gates, self.rank], dim=-1)
         return qkv, gate, low
 
     def _operands(self, qkv: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,13 +97,6 @@ class GLA(Mixer):
         if self.hk != self.h:
             k, v, decay = (t.repeat_interleave(self.h // self.hk, 1) for t in (k, v, decay))
         return q.unflatten(-1, (self.h, -1)), k, v, decay
-
-    def _leave(self, o: Tensor, gate: Tensor) -> Tensor:
-        if isinstance(self.norm, GatedRMSNorm):
-            o = self.norm(o, gate.unflatten(-1, (self.h, -1)))
-        else:
-            o = self.norm(o)
-        return self.out_proj(o.flatten(1).to(gate.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

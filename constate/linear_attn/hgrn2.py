@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.architecture import Architecture
-from ..core.cost import Cost, carried, linear_scan, matmul, read_weights
-from ..core.mixer import Call, Mixer
+from ..core.cost import Cost, linear_scan
+from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import RMSNorm
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
+from .recurrence import Recurrence
 
 BOUNDS = "hgrn2.bounds"
 
@@ -43,7 +44,7 @@ class HGRN2Spec:
     bound: float = 0.0
 
 
-class HGRN2(Mixer):
+class HGRN2(Recurrence):
     """One in-projection to q, f, i; convolution over them; scan with key 1 - f; norm; out.
 
     Learned lower bounds are one table of all layers, since each bound sums over those before: the first
@@ -59,24 +60,17 @@ class HGRN2(Mixer):
         self.h, self.dk, self.dv = spec.heads, spec.key_dim, spec.value_dim
         self.bound, self.layer = spec.bound, layer
         self.keys, self.values = self.h * self.dk, self.h * self.dv
-        self.in_proj = nn.Linear(d, 2 * self.keys + self.values, bias=False)
-        self.conv = None
-        if spec.conv:
-            self.conv = ShortConv(2 * self.keys + self.values, spec.conv, activation=None)
+        self.convolved = 2 * self.keys + self.values
+        self.in_proj = nn.Linear(d, self.convolved, bias=False)
+        self.conv = ShortConv(self.convolved, spec.conv, activation=None) if spec.conv else None
         self.bounds = nn.Parameter(torch.zeros(table, self.keys)) if table else None
         self.norm = RMSNorm(self.values, spec.norm_eps)
         self.out_proj = nn.Linear(self.values, d, bias=False)
 
-    def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
-        ssm = torch.zeros(rows, self.h, self.dk, self.dv, dtype=dtype, device=self.like.device)
-        if self.conv is None:
-            return ConvSSM(self.like.new_zeros(rows, 0, 2 * self.keys + self.values), ssm)
-        return ConvSSM(self.conv.init_history(rows), ssm)
-
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
         qfi = self.in_proj(x)
-        q, k, i, decay = self._operands(self.conv(qfi, call, conv) if self.conv else qfi, call)
+        q, k, i, decay = self._operands(self.convolve(qfi, call, conv), call)
         o, final = call.ops.gated_linear_scan(q, k, i, decay, ssm, call.spans, scale=self.dk**-0.5)
         if ssm is not None:
             ssm.copy_(final)
@@ -85,24 +79,13 @@ class HGRN2(Mixer):
     def step(self, x: Tensor, call: Call, state: State) -> Tensor:
         assert isinstance(state, ConvSSM)
         qfi = self.in_proj(x)
-        q, k, i, decay = self._operands(self.conv.step(qfi, call, state.conv) if self.conv else qfi, call)
+        q, k, i, decay = self._operands(self.convolve_step(qfi, call, state.conv), call)
         with in_float32(state.ssm) as ssm:
             o = call.ops.gated_linear_step(q, k, i, decay, ssm, scale=self.dk**-0.5)
         return self._leave(o)
 
     def cost(self, new: int, past: int) -> Cost:
-        flops = {
-            "projection": matmul(new, self.in_proj.weight, self.out_proj.weight),
-            "conv": self.conv.flops(new) if self.conv else 0,
-            "scan": linear_scan(new, self.h, self.dk, self.dv),
-        }
-        history = self.conv.history_bytes if self.conv else 0
-        state = carried("state", 4 * self.h * self.dk * self.dv, new) + carried("conv", history, new)
-        return Cost(flops, read_weights(*self.parameters())) + state
-
-    @property
-    def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.price(new, linear_scan(new, self.h, self.dk, self.dv))
 
     def _operands(self, qfi: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, f, i = qfi.split([self.keys, self.keys, self.values], dim=-1)

@@ -77,12 +77,13 @@ def dialect(
         if "model_type" in raw:
             return "d_model" in raw or EMBEDDING in names
         if "d_model" in raw:
-            return (raw.get("ssm_cfg") or {}).get("layer", "Mamba1") == layer
+            cfg = raw.get("ssm_cfg")
+            return (cfg.get("layer", "Mamba1") if isinstance(cfg, Mapping) else "Mamba1") == layer
         return EMBEDDING in names and any(name.endswith(sign) for name in names)
 
     def config(raw: Mapping[str, Any], shapes: Mapping[str, Size]) -> Mapping[str, Any]:
         if "hidden_size" in raw:
-            return _only_published(raw)
+            return _only_published(raw, layer, keys)
         given = read_config(Original, {"model_type": f"{model_type}, mamba_ssm's dialect", **raw})
         read: dict[str, Any] = {
             "model_type": model_type,
@@ -129,13 +130,23 @@ def _layer(ssm_cfg: Mapping[str, Any], layer: str, keys: Mapping[str, tuple[str,
     return {theirs: ssm_cfg.get(key, default) for key, (theirs, default) in keys.items()}
 
 
-def _only_published(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Hugging Face's keys of a config.json that holds mamba_ssm's too."""
+def _only_published(
+    raw: Mapping[str, Any], layer: str, keys: Mapping[str, tuple[str, Any]]
+) -> Mapping[str, Any]:
+    """Hugging Face's keys of a config.json that holds mamba_ssm's too. What only the others say counts."""
     own = {f.name for f in fields(Original)} - {"vocab_size", "residual_in_fp32"}  # both dialects have those
     given = {key: value for key, value in raw.items() if key in own}
-    pairs = {"d_model": "hidden_size", "n_layer": "num_hidden_layers", "d_inner": "intermediate_size"}
-    for key, published in pairs.items():
-        if key in given and published in raw and given[key] != raw[published]:
-            raise ValueError(f"config.json says {key} {given[key]} and {published} {raw[published]}: which?")
     read_config(Original, {"d_model": 0, "n_layer": 0, **given})  # refuses what would change the maths
-    return {key: value for key, value in raw.items() if key not in own}
+    pairs = {"d_model": "hidden_size", "n_layer": "num_hidden_layers", "d_inner": "intermediate_size"}
+    said = [(key, given[key], published) for key, published in pairs.items() if key in given]
+    ssm_cfg = given.get("ssm_cfg") or {}
+    _layer(ssm_cfg, layer, keys)  # refuses what is not understood
+    more = [(f"ssm_cfg.{key}", ssm_cfg[key], keys[key][0]) for key in keys if key in ssm_cfg]
+    if "tie_embeddings" in given:
+        more.append(("tie_embeddings", given["tie_embeddings"], "tie_word_embeddings"))
+    more = [each for each in more if each[1] != "auto"]
+    for key, value, published in said + more:
+        if published in raw and raw[published] not in (value, "auto"):
+            raise ValueError(f"config.json says {key} {value} and {published} {raw[published]}: which?")
+    published = {key: value for key, value in raw.items() if key not in own}
+    return {**{key: value for _, value, key in more}, **published}
