@@ -154,7 +154,13 @@ def read_config(cls: type[C], raw: Mapping[str, Any]) -> C:
             f"config.json of model_type {raw.get('model_type')!r}: {'; '.join(faults)}. "
             "A key that changes the maths and is not understood would give a model that runs and is wrong"
         )
-    return cls(**values)
+    try:
+        return cls(**values)
+    except (TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(
+            f"config.json of model_type {raw.get('model_type')!r}: a size is 0, or a list or an object holds "
+            f"something of the wrong type or length ({error})"
+        ) from error
 
 
 def write_config(config: Any, model_type: str) -> dict[str, Any]:
@@ -188,6 +194,6 @@ def _typed(hint: Any, value: Any) -> Any:
         return value
     if type(value) is float and int in wanted and math.isfinite(value) and value == int(value):
         return int(value)
-    spelled = {NoneType: "null", Mapping: "object", Sequence: "list", tuple: "list"}
-    names = " or ".join(spelled.get(get_origin(t) or t, t.__name__) for t in wanted)
+    spelled: Mapping[Any, str] = {NoneType: "null", Mapping: "object", Sequence: "list", tuple: "list"}
+    names = " or ".join(spelled.get(get_origin(t) or t, f"{t.__name__}") for t in wanted)
     raise TypeError(f"{value!r} where {names} is wanted")

@@ -37,6 +37,8 @@ class Rotary:
         kind = p.pop("rope_type", None) or p.pop("type", None) or "default"
         p.pop("type", None)
         theta = float(p.pop("rope_theta", 10000.0))
+        if not theta > 0:
+            raise ValueError(f"rope_theta {theta:g}: a base above 0 is wanted")
         dim = int(head_dim * p.pop("partial_rotary_factor", 1.0))
         if dim < 2 or dim % 2:
             raise ValueError(f"rotary embedding over {dim} of {head_dim} channels: an even number is wanted")

@@ -140,6 +140,8 @@ class Config:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        if len(self.time_step_limit) != 2:
+            raise ValueError(f"time_step_limit {list(self.time_step_limit)}: a low and a high one are wanted")
         object.__setattr__(self, "time_step_limit", tuple(float(t) for t in self.time_step_limit))
         inner = self.num_heads * self.head_dim
         if inner != int(self.expand * self.hidden_size):

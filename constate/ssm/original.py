@@ -146,7 +146,6 @@ def _only_published(
         more.append(("tie_embeddings", given["tie_embeddings"], "tie_word_embeddings"))
     more = [each for each in more if each[1] != "auto"]
     for key, value, published in said + more:
-        if published in raw and raw[published] not in (value, "auto"):
+        if raw.get(published) not in (None, value):
             raise ValueError(f"config.json says {key} {value} and {published} {raw[published]}: which?")
-    published = {key: value for key, value in raw.items() if key not in own}
-    return {**{key: value for _, value, key in more}, **published}
+    return {key: value for _, value, key in more} | {key: v for key, v in raw.items() if key not in own}

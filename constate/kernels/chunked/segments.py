@@ -79,15 +79,15 @@ class Segment:
         return y.unflatten(0, (-1, rows)).transpose(0, 1).flatten(1, 2)[:, : places.stop - places.start]
 
 
-def segments(tiles: Tiles, width: int, whole: bool) -> Iterator[Segment]:
-    """All levels at once where `whole`, else runs of levels whose tiles hold about BUDGET elements.
+def segments(tiles: Tiles, width: int, whole: bool, budget: int = BUDGET) -> Iterator[Segment]:
+    """All levels at once where `whole`, else runs of levels whose tiles hold about `budget` elements.
 
     `width` is the number of elements of the op's largest temporary for one tile.
     """
     lo, count = 0, len(tiles.levels)
     while lo < count:
         hi = lo + 1
-        while hi < count and (whole or (tiles.starts[hi + 1] - tiles.starts[lo]) * width <= BUDGET):
+        while hi < count and (whole or (tiles.starts[hi + 1] - tiles.starts[lo]) * width <= budget):
             hi += 1
         yield Segment(tiles, lo, hi)
         lo = hi

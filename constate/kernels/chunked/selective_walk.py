@@ -22,8 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...spans import Spans
-from .segments import BUDGET, Segment, segments
+from .segments import Segment, segments
 from .tiles import Tiles
+
+BUDGET = 1 << 19
+"""Elements of a segment's states: the walk's calls cost more than what then falls out of the second cache."""
 
 SIZE = 16
 """Tokens of a tile, if memory allows: a segment's tensors then fit the second cache."""
@@ -95,7 +98,9 @@ def _plan(spans: Spans, a: Tensor) -> tuple[list[Segment], Tensor]:
     size = max(4, min(SIZE, BUDGET // step))
     tiles = Tiles.of(spans, 1 << (size.bit_length() - 1))
     width = -(-BUDGET * a.numel() // (2 * WIDE - 1))  # of one tile, in the measure that `segments` takes
-    return list(segments(tiles, width, whole=False)), torch.tensor(tiles.order, device=a.device)
+    return list(segments(tiles, width, whole=False, budget=BUDGET)), torch.tensor(
+        tiles.order, device=a.device
+    )
 
 
 class _Walk(NamedTuple):
