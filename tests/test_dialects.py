@@ -155,6 +155,36 @@ def test_what_mamba_ssm_wrote_and_is_not_understood(
     assert str(tmp_path) in text
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"ssm_cfg": {"dt_limit": [0.0, 0.1]}}, "ssm_cfg.dt_limit .* and time_step_limit .*: which"),
+        ({"ssm_cfg": {"d_state": 64}}, "ssm_cfg.d_state 64 and state_size 16: which"),
+        ({"ssm_cfg": {"activation": "gelu"}}, "activation = 'gelu' is not understood"),
+        ({"tie_embeddings": False}, "tie_embeddings False and tie_word_embeddings True: which"),
+    ],
+)
+def test_a_config_of_both_dialects_must_agree(more: dict[str, Any], message: str) -> None:
+    """A limit on dt has no shape that would betray it."""
+    _, hf = FORMS["mamba2, grouped and limited"]
+    with pytest.raises(ValueError, match=message):
+        tell({**hf, "d_model": 64, "n_layer": 2, **more}, {})
+
+
+def test_what_only_one_dialect_of_a_config_says_counts() -> None:
+    hf = {key: value for key, value in FORMS["mamba2, grouped and limited"][1].items() if "tie" not in key}
+    del hf["time_step_limit"]
+    both = {**hf, "d_model": 64, "ssm_cfg": {"dt_limit": [0.01, 0.2], "d_state": 16}, "tie_embeddings": True}
+    config = tell(both, {}).config
+    assert (config.time_step_limit, config.tie_word_embeddings) == ((0.01, 0.2), True)
+
+
+@pytest.mark.parametrize("ssm_cfg", ["Mamba2", ["Mamba2"], 2])
+def test_an_ssm_cfg_that_is_no_object_is_refused(ssm_cfg: Any) -> None:
+    with pytest.raises(ValueError, match=r"ssm_cfg: .* where object or null is wanted"):
+        tell({"d_model": 64, "n_layer": 2, "ssm_cfg": ssm_cfg}, {})
+
+
 def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     theirs, hf = FORMS["mamba"]
     tensors = original(hf)

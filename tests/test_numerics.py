@@ -25,7 +25,7 @@ from tests.referee import referee, same_state
 
 STEPS = 4096
 KEPT = {"a_log", "dt_bias", "d", "bounds", "kappa_scale", "rate_share", "bonus"}
-RATES = ("decay.bias", "rate.bias", "share.bias")  # RWKV-7's, behind which a sigmoid stands
+RATES = ("decay.bias", "rate.bias", "share.bias", "decay_proj.bias")  # behind them stands a sigmoid
 
 
 def one_layer(mixer: dict[str, Any], d: int = 24) -> Model:

@@ -79,6 +79,8 @@ def test_a_recipe_from_a_file(tmp_path: Path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"name": "mine", "config": dict(SMALL), "steps": 7}))
     assert find(file) == Recipe("mine", dict(SMALL), 7)
+    file.write_text(json.dumps(dict(SMALL)))  # a bare config.json
+    assert find(file) == Recipe("mine", dict(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,14 @@ def test_an_unknown_recipe_is_refused(given: str, expected: str):
 def test_a_recipe_file_with_an_unknown_key_is_refused(tmp_path: Path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"name": "mine", "layers": []}))
-    with pytest.raises(ValueError, match="wanted are the keys name, config, steps, seed"):
+    with pytest.raises(ValueError, match="the file got an unexpected keyword argument 'layers'; wanted is a"):
+        find(file)
+
+
+def test_a_recipe_with_fewer_ids_than_the_tokenizer_is_refused(tmp_path: Path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**SMALL, "vocab_size": 512}))
+    with pytest.raises(ValueError, match="vocab_size 512; the tokenizer has 1024 ids"):
         find(file)
 
 

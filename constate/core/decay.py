@@ -1,14 +1,25 @@
-"""How recurrences with a learned time step are initialised: decay rates and step sizes.
+"""Decay rates and step sizes: how they are initialised, and a projection to them that keeps its precision.
 
-Shared by the state-space and gated-delta mixers, which draw both from the same published ranges.
+The state-space and gated-delta mixers draw both from the same published ranges.
 """
 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class DecayProjection(nn.Linear):
+    """A linear layer to decays: whatever the model's dtype, its bias and what it returns are float32."""
+
+    float32: ClassVar[frozenset[str]] = frozenset({"bias"})
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight).float() + self.bias
 
 
 def inverse_softplus(x: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """One token a row: tokens (rows,) int64 to logits (rows, vocab) float32; the cache advances."""
-        spans = Spans.ones(cache.rows, tokens.device)
+        spans = Spans.ones(cache.rows, cache.past.device)
         self._check_tokens(tokens, spans)
         self._check_cache(cache, tokens.shape[0], tokens)
         cache.reserve(spans.lengths)
@@ -233,6 +233,8 @@ class Model(nn.Module):
         return kept
 
     def _check_tokens(self, tokens: Tensor, spans: Spans) -> None:
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens are a {type(tokens).__name__}; a flat torch tensor of ids is wanted")
         if tokens.ndim != 1 or tokens.shape[0] != spans.total:
             raise ValueError(
                 f"tokens {tuple(tokens.shape)} with spans of {spans.total} tokens: one flat (n,) tensor is "

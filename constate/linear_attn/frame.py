@@ -67,7 +67,7 @@ class Frame:
                 raise ValueError(f"attn has unknown keys {unknown}; known are {', '.join(ATTENTION_KEYS)}")
             if missing := [key for key in ("layers", "num_heads") if key not in each]:
                 raise ValueError(f"attn lacks {', '.join(missing)}")
-            h = each["num_heads"]
+            h, theta = each["num_heads"], each.get("rope_theta")
             if self.hidden_size % h:
                 raise ValueError(f"attn: {h} heads do not divide hidden_size {self.hidden_size}")
             spec = AttentionSpec(
@@ -75,7 +75,7 @@ class Frame:
                 head_dim=self.hidden_size // h,
                 kv_heads=each.get("num_kv_heads"),
                 window=each.get("window_size"),
-                rope={"rope_type": "default", "rope_theta": each.get("rope_theta") or 10000.0},
+                rope={"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta},
                 bias=bool(each.get("qkv_bias")),
             )
             for i in each["layers"]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.architecture import Architecture
 from ..core.cost import Cost, linear_scan
+from ..core.decay import DecayProjection
 from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm
@@ -57,7 +58,7 @@ class GLA(Recurrence):
         self.gates = self.h * self.dv if spec.gate else 0
         self.qkv = [self.h * self.dk, self.hk * self.dk, self.hk * self.dv]
         self.in_proj = nn.Linear(d, sum(self.qkv) + self.gates + self.rank, bias=False)
-        self.decay_proj = nn.Linear(self.rank, self.hk * self.dk, bias=True)
+        self.decay_proj = DecayProjection(self.rank, self.hk * self.dk)
         self.convolved = sum(self.qkv)
         self.conv = ShortConv(self.convolved, spec.conv) if spec.conv else None
         eps = spec.norm_eps
@@ -89,7 +90,7 @@ class GLA(Recurrence):
         return qkv, gate, low
 
     def _operands(self, qkv: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        decay = F.logsigmoid(self.decay_proj(low).float()) / self.temperature
+        decay = F.logsigmoid(self.decay_proj(low)) / self.temperature
         if self.decay_min is not None:
             decay = decay.clamp(min=self.decay_min)
         q, k, v = qkv.split(self.qkv, dim=-1)

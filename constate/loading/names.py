@@ -29,7 +29,7 @@ def locate(name: str | Path) -> Path:
                 f"{path} has no config.json: the folder that Hugging Face's files lie in is wanted"
             )
         return path
-    if text == "smollm2" or path.suffix == ".gguf":
+    if text == "smollm2" or path.suffix.lower() == ".gguf":
         return _read_gguf(text, path)
     if path.is_file():
         if any(path.match(kind) for kind in PICKLES):

@@ -65,8 +65,8 @@ def find(name: str | Path) -> Recipe:
     """A recipe by its name, by its pattern, or from a JSON file.
 
     The name of a shipped model; mixers with commas between them, one a layer ("mamba,attention,mamba");
-    or a file with the keys `name`, `config` and, if wanted, `steps` and `seed`. Raises ValueError for
-    anything else, naming what there is.
+    or a JSON file: a config.json, or the keys `name`, `config` and, if wanted, `steps` and `seed`. Raises
+    ValueError for anything else, naming what there is.
     """
     name = str(name)
     if name in SHIPPED:
@@ -105,8 +105,17 @@ def config(pattern: tuple[str, ...]) -> dict[str, Any]:
 def _from_file(path: Path) -> Recipe:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-        return Recipe(**given)
+        if isinstance(given, dict) and "model_type" in given:  # a bare config.json
+            given = {"name": path.stem, "config": given}
+        recipe = Recipe(**given)
     except FileNotFoundError:
         raise ValueError(f"recipe {path}: no such file") from None
     except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"recipe {path}: {error}; wanted are the keys name, config, steps, seed") from None
+        said = str(error).replace("Recipe.__init__()", "the file")
+        raise ValueError(
+            f"recipe {path}: {said}; wanted is a config.json, or name, config and perhaps steps, seed"
+        ) from None
+    rows = recipe.config.get("vocab_size", EMBEDDINGS)
+    if not isinstance(rows, int) or rows < EMBEDDINGS:
+        raise ValueError(f"recipe {path}: vocab_size {rows!r}; the tokenizer has {EMBEDDINGS} ids")
+    return recipe

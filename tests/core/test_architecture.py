@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from constate.core.architecture import NEUTRAL, NO_EFFECT, Architecture, read_config, write_config
+from constate.loading import find
+from tests.models import MODELS
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ def test_infinity_in_both_spellings(text: str):
         ("tied", 1, "tied: 1 where bool is wanted"),
         ("head_dim", "x", "head_dim: 'x' where int or null is wanted"),
         ("window", [1], "window"),
+        ("hidden_size", -1, "hidden_size: -1 where at least 0 is wanted"),
+        ("head_dim", -4, "head_dim: -4 where at least 0 is wanted"),
+        ("rope", "linear", "rope: 'linear' where object or null is wanted"),
+        ("rope", [1], "where object or null is wanted"),
+        ("limit", 3, "limit: 3 where list is wanted"),
+        ("limit", "ab", "limit: 'ab' where list is wanted"),
         ("eps", "small", "eps: 'small' where float is wanted"),
         ("logit_softcap", 30.0, "logit_softcap = 30.0 is not understood"),
         ("hiden_size", 9, "hiden_size = 9 is not understood .near 'hidden_size', which is known."),
@@ -98,6 +106,31 @@ def test_a_config_s_own_check_is_heard():
 
     with pytest.raises(ValueError, match="heads 3 is odd"):
         read_config(Picky, {"heads": 3})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("gla", "num_heads", 0),
+        ("gla", "attn", {"layers": 1, "num_heads": 4}),
+        ("gla", "attn", {"layers": ["0"], "num_heads": 4}),
+        ("gla", "attn", [3]),
+        ("rwkv7", "value_dim", ["a", "a", "a"]),
+        ("rwkv7", "hidden_size", 0),
+    ],
+)
+def test_what_stands_inside_a_value_is_refused_as_a_request(model_type: str, key: str, value: Any):
+    """As ValueError, which the command line says in one line; anything else is a traceback there."""
+    config = find(model_type).architecture.Config
+    read_config(config, MODELS[model_type].raw)
+    with pytest.raises(ValueError, match=f"config.json of model_type '{model_type}'"):
+        read_config(config, {**MODELS[model_type].raw, key: value})
+
+
+@pytest.mark.parametrize("limit", [[1], [0.0, 0.1, 0.2], []])
+def test_a_limit_has_two_ends(limit: list[float]):
+    with pytest.raises(ValueError, match=r"time_step_limit .*: a low and a high one are wanted"):
+        read_config(find("mamba2").architecture.Config, {**MODELS["mamba2"].raw, "time_step_limit": limit})
 
 
 def test_write_config_is_read_back():

@@ -40,6 +40,15 @@ def test_ids_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
     unmoved(cache, before)
 
 
+def test_a_list_of_ids_is_no_tensor() -> None:
+    model, cache = filled()
+    ids: Any = [1, 2]
+    with pytest.raises(ValueError, match="tokens are a list; a flat torch tensor of ids is wanted"):
+        model(ids, Spans.of([1, 1]))
+    with pytest.raises(ValueError, match="tokens are a list"):
+        model.step(ids, cache)
+
+
 def test_int32_ids_are_ids() -> None:
     model, cache = filled()
     ids = tokens(2)

@@ -125,6 +125,8 @@ def test_longrope_with_one_table_divides_each_frequency() -> None:
         ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}, "re-rotates keys"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 factors for 8 freq"),
         ({"rope_type": "dynamic", "factor": 2.0}, "re-rotates keys"),
+        ({"rope_theta": 0}, "rope_theta 0: a base above 0"),
+        ({"rope_theta": -1.0}, "rope_theta -1: a base above 0"),  # whose powers are complex numbers
         ({"rope_type": "default", "factor": 2.0}, "does not know the keys"),
         ({"rope_type": "linear"}, "wants factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "wants low_freq_factor"),

@@ -137,3 +137,19 @@ def test_a_window_bounds_the_cache() -> None:
     model = make("mistral")
     held = [model.cost(0, n).held["kv"] for n in (1, WINDOW, WINDOW + 1, 4000)]
     assert held == [MODELS["mistral"].ring * min(n, WINDOW) for n in (1, WINDOW, WINDOW + 1, 4000)]
+
+
+@pytest.mark.parametrize(
+    ("older", "odd"),
+    [
+        ({"rope_theta": 5000.0}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "factor"),
+    ],
+)
+def test_two_rotary_dialects_that_disagree_are_refused(older: dict[str, Any], odd: str):
+    """Of the two values of a key one would be ignored in silence, and transformers does not always read the
+    same one. Where they agree, both may stand."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=f"has {odd} both in rope_parameters and in the older"):
+        config_of("llama", rope_parameters=rope, **older)
+    assert config_of("llama", rope_parameters=rope, rope_scaling=rope, rope_theta=10000).rope == rope
