@@ -40,6 +40,11 @@ def same(src: str, dst: str, optional: bool = False) -> Rule:
     return Rule((src,), (dst,), list, list, optional)
 
 
+def head(src: str, tied: bool) -> Rule:
+    """The output layer: the embedding once more where it is tied, which a file may then leave out."""
+    return same(src, "embed.weight", optional=True) if tied else same(src, "head.weight")
+
+
 def drop(src: str) -> Rule:
     """A tensor that carries nothing we need, such as a stored rotary table. Export does not write it."""
     return Rule((src,), (), lambda _: [], lambda _: [])

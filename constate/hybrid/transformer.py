@@ -15,7 +15,7 @@ from ..core.attention import Attention, AttentionSpec
 from ..core.mlp import GatedMLP
 from ..core.model import Block, Model
 from ..core.norms import RMSNorm
-from ..core.weights import Rule, fuse, same
+from ..core.weights import Rule, fuse, head, same
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,4 @@ def weights(config: TransformerConfig) -> list[Rule]:
         rules.append(same(source + f"mlp.down_proj.{p}", ours + f"mlp.down.{p}"))
     if traits.qk_norm:
         rules += [same(source + f"self_attn.{p}_norm.weight", ours + f"mixer.{p}_norm.weight") for p in "qk"]
-    if config.tie_word_embeddings:
-        rules.append(same("lm_head.weight", "embed.weight", optional=True))
-    else:
-        rules.append(same("lm_head.weight", "head.weight"))
-    return rules
+    return [*rules, head("lm_head.weight", config.tie_word_embeddings)]

@@ -18,7 +18,7 @@ from ..core.mixer import Mixer
 from ..core.mlp import GatedMLP
 from ..core.model import Block, Model
 from ..core.norms import RMSNorm
-from ..core.weights import Rule, fuse, same
+from ..core.weights import Rule, fuse, head, same
 
 ATTENTION_KEYS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
 
@@ -115,9 +115,7 @@ def weights(config: Frame, mixer: Callable[[str, str], list[Rule]]) -> list[Rule
         same(layer + "mlp_norm.weight", ours + "mlp_norm.weight"),
         fuse(gate_up, ours + "mlp.gate_up.weight", [config.width] * 2),
         same(layer + "mlp.down_proj.weight", ours + "mlp.down.weight"),
-        same("lm_head.weight", "embed.weight", optional=True)
-        if config.tie_word_embeddings
-        else same("lm_head.weight", "head.weight"),
+        head("lm_head.weight", config.tie_word_embeddings),
     ]
     attention = config.attention
     for i, spec in attention.items():

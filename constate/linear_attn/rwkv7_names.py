@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Size
 
-from ..core.weights import Rule, drop, fuse, reshape, same, transpose
+from ..core.weights import Rule, drop, fuse, head, reshape, same, transpose
 
 # Names: ours, flash-linear-attention's, BlinkDL's.
 _NORMS = (
@@ -41,7 +41,10 @@ _LOW_RANKS = (("decay", "w"), ("rate", "a"), ("gate", "g"), ("share", "v"))
 def fla(config: Any) -> list[Rule]:
     """flash-linear-attention's names to ours."""
     source, ours = "model.layers.{i}.", "blocks.{i}."
-    rules = [same("model.embeddings.weight", "embed.weight"), _head(config, "lm_head.weight")]
+    rules = [
+        same("model.embeddings.weight", "embed.weight"),
+        head("lm_head.weight", config.tie_word_embeddings),
+    ]
     for mine, theirs, _ in _NORMS:
         parts = ("weight", "bias") if config.norm_bias or theirs.endswith("g_norm") else ("weight",)
         rules += [same(f"{theirs}.{part}", f"{mine}.{part}") for part in parts]
@@ -73,7 +76,7 @@ def rwkv_cpp(config: Any) -> list[Rule]:
 
 def _original(config: Any, matrix: Callable[[str, str], Rule]) -> list[Rule]:
     at, ours, row = "blocks.{i}.att.", "blocks.{i}.", (1, 1, -1)
-    rules = [same("emb.weight", "embed.weight"), _head(config, "head.weight")]
+    rules = [same("emb.weight", "embed.weight"), head("head.weight", config.tie_word_embeddings)]
     for mine, _, theirs in _NORMS:
         rules += [same(f"{theirs}.{part}", f"{mine}.{part}") for part in ("weight", "bias")]
     rules += [same(f"{ours}{theirs}.weight", f"{ours}{mine}.weight") for mine, _, theirs in _MATRICES]
@@ -85,12 +88,6 @@ def _original(config: Any, matrix: Callable[[str, str], Rule]) -> list[Rule]:
         rules += [matrix(theirs + "1", mine + "down.weight"), matrix(theirs + "2", mine + "up.weight")]
         rules.append(reshape(theirs + "0", mine + "bias", row, (-1,)))
     return [*rules, same(at + "r_k", ours + "mixer.bonus")]
-
-
-def _head(config: Any, name: str) -> Rule:
-    return (
-        same(name, "embed.weight", optional=True) if config.tie_word_embeddings else same(name, "head.weight")
-    )
 
 
 def _stacked(src: Sequence[str], dst: str) -> Rule:

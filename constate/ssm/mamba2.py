@@ -24,7 +24,7 @@ from ..core.model import Block, Model
 from ..core.norms import GatedRMSNorm, RMSNorm
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State, in_float32
-from ..core.weights import Rule, reshape, same
+from ..core.weights import Rule, head, reshape, same
 from .original import dialect
 
 
@@ -198,11 +198,7 @@ def weights(config: Config) -> list[Rule]:
         rules.append(same(source + "conv1d.bias", ours + "conv.bias"))
     if config.use_bias:
         rules += [same(source + f"{p}.bias", ours + f"{p}.bias") for p in ("in_proj", "out_proj")]
-    if config.tie_word_embeddings:
-        rules.append(same("lm_head.weight", "embed.weight", optional=True))
-    else:
-        rules.append(same("lm_head.weight", "head.weight"))
-    return rules
+    return [*rules, head("lm_head.weight", config.tie_word_embeddings)]
 
 
 _ORIGINAL = {
