@@ -384,6 +384,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "does not ship here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "stays"), [("tiny/hybrid", True), ("tiny/transformer", False)])
+def test_what_has_no_published_form_is_said_to_stay_composed(
+    name: str, stays: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from constate.cli import main
+
+    assert main(["convert", name, str(tmp_path / "out")]) == 0
+    assert ("stays composed" in capsys.readouterr().err) is stays
+
+
 def test_a_gguf_file_goes_to_its_own_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def converts(path: Path, folder: Path) -> None:
         assert path == tmp_path / "model.gguf"

@@ -28,6 +28,8 @@ def convert(
     from ..loading import convert as run
 
     done = run(source, out, to)
+    if done.model_type == "composed":
+        say(f"{source} is no published architecture and stays composed; --to hf says why")
     if not (Path(out).expanduser() / "tokenizer.json").is_file():
         say(f"{source} has no tokenizer.json beside it; to read or write text, copy the model's into {out}")
     show([{**asdict(done), "out": out}], as_json, ("model_type", "dialect", "tensors", "bytes", "out"))
