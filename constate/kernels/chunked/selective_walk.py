@@ -98,9 +98,8 @@ def _plan(spans: Spans, a: Tensor) -> tuple[list[Segment], Tensor]:
     size = max(4, min(SIZE, BUDGET // step))
     tiles = Tiles.of(spans, 1 << (size.bit_length() - 1))
     width = -(-BUDGET * a.numel() // (2 * WIDE - 1))  # of one tile, in the measure that `segments` takes
-    return list(segments(tiles, width, whole=False, budget=BUDGET)), torch.tensor(
-        tiles.order, device=a.device
-    )
+    parts = list(segments(tiles, width, whole=False, budget=BUDGET))
+    return parts, torch.tensor(tiles.order, device=a.device)
 
 
 class _Walk(NamedTuple):
