@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from constate.core.cache import Cache
+from constate.core.experts import Experts
 from constate.core.model import Model
 from constate.spans import Spans
 from tests.models import VOCAB, tokens
@@ -95,14 +96,18 @@ def law_3(model: Model, referee: Referee) -> None:
         for r, end in enumerate(ends):
             same_logits(stepped[r : r + 1], want[r].logits[end : end + 1], f"row {r}, step {i}")
 
-    for r in (1, 3):  # nothing but the row's own tokens and state can change it, by one bit
+    for r in (1, 3):  # nothing but the row's own tokens and state can change it, by one bit, where no
+        # expert's group has another size then
         others = [t if i == r else (t + 1 + i) % VOCAB for i, t in enumerate(new)]
         neighbours = [cache.select([(i + 1) % 6]) for i in range(6)]
         neighbours[r] = referee.read(rows[r][: PREFIXES[r]]).cache
         mixed = Cache.merge(neighbours)
         again = model(torch.cat(others), spans, mixed)
         part = spans.slices()[r]
-        assert torch.equal(again[part], logits[part]), f"row {r} changed with its neighbours"
+        if regroups(model):
+            same_logits(again[part], logits[part], f"row {r} beside other neighbours")
+        else:
+            assert torch.equal(again[part], logits[part]), f"row {r} changed with its neighbours"
 
     short = [tokens(n, seed=20 + n) for n in (1, 3, 7, 13)]  # case A3: pieces of 4, rows end one by one
     cache = model.init_cache(4)
@@ -214,6 +219,11 @@ LAWS: Mapping[int, Callable[[Model, Referee], None]] = {
     6: law_6,
     7: law_7,
 }
+
+
+def regroups(model: Model) -> bool:
+    """Whether a router groups tokens of all rows by expert, so that sizes of products follow neighbours."""
+    return any(isinstance(mixer, Experts) for mixer in model.mixers())
 
 
 def _read(model: Model, prompt: Tensor, pieces: Sequence[int]) -> tuple[Tensor, Cache]:

@@ -68,7 +68,10 @@ def mamba(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> R
     u, z = u[:, :inner], u[:, inner:]
     u, history = conv(p, u, None if state is None else state[0])
     low, b, c = linear(p, "x_proj", u).split([rank, s, s], dim=-1)
-    if spec.get("norm_eps") is not None:  # Falcon Mamba (Zuo et al. 2024, section 3.2)
+    if spec.get("norm_weight"):  # Jamba (Lieber et al. 2024)
+        named = (("dt", low), ("b", b), ("c", c))
+        low, b, c = (rms(t, p[f"norms.{name}.weight"], spec["norm_eps"]) for name, t in named)
+    elif spec.get("norm_eps") is not None:  # Falcon Mamba (Zuo et al. 2024, section 3.2)
         low, b, c = (rms(t, torch.ones(t.shape[-1], dtype=t.dtype), spec["norm_eps"]) for t in (low, b, c))
     dt = softplus(linear(p, "dt_proj", low) + p["dt_bias"])
     a = -p["a_log"].exp()
@@ -82,11 +85,14 @@ def mamba(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> R
 
 
 def mamba2(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
-    """Dao & Gu 2024, section 7: one decay a head, B and C by group, norm of the gated value by group."""
+    """Dao & Gu 2024, section 7: one decay a head, B and C by group, norm of the gated value by group (or of
+    the value before its gate, or none)."""
     h, dim, s, g = spec["heads"], spec["head_dim"], spec["state_size"], spec.get("groups", 1)
     inner = h * dim
     low, high = spec.get("dt_limit", (0.0, math.inf))
-    z, xbc, dt = linear(p, "in_proj", x).split([inner, inner + 2 * g * s, h], dim=-1)
+    z, u, b, c, dt = linear(p, "in_proj", x).split([inner, inner, g * s, g * s, h], dim=-1)
+    z, u, b, c, dt = (t * m for t, m in zip((z, u, b, c, dt), spec.get("scales") or [1] * 5, strict=True))
+    xbc = torch.cat([u, b, c], dim=-1)
     xbc, history = conv(p, xbc, None if state is None else state[0])
     u, b, c = xbc.split([inner, g * s, g * s], dim=-1)
     dt = softplus(dt + p["dt_bias"]).clamp(low, high)
@@ -99,10 +105,12 @@ def mamba2(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> 
             decay = torch.exp(-dt[t, j] * p["a_log"][j].exp())
             ssm[j] = decay * ssm[j] + dt[t, j] * torch.outer(b[t, group], u[t, own])
             y[t, own] = c[t, group] @ ssm[j] + p["d"][j] * u[t, own]
-    y = (y * silu(z)).unflatten(-1, (g, -1))
-    eps = spec.get("norm_eps", 1e-5)
-    y = rms(y, p["norm.weight"].unflatten(-1, (g, -1)), eps).flatten(-2)
-    return Row(linear(p, "out_proj", y), history, ssm)
+    before = spec.get("norm_before", False)
+    y = y if before else y * silu(z)
+    if spec.get("norm", True):
+        y, weight = y.unflatten(-1, (g, -1)), p["norm.weight"].unflatten(-1, (g, -1))
+        y = rms(y, weight, spec.get("norm_eps", 1e-5)).flatten(-2)
+    return Row(linear(p, "out_proj", y * silu(z) if before else y), history, ssm)
 
 
 def gla(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
@@ -218,6 +226,55 @@ def gated_deltanet(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = N
     return Row(_gated(p, y, gate, spec) if sizes[1] else _normed(p, y, spec), history, s)
 
 
+def kda(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
+    """Kimi Team 2025, equation 1: S <- (I - beta k k^T) diag(alpha) S + beta k v^T with unit keys, and with
+    `bound` its kernels' other decay."""
+    hk, dk, dv, rank = spec["heads"], spec["key_dim"], spec["value_dim"], spec["rank"]
+    h = spec.get("value_heads") or hk
+    qkv, low, gate, b = linear(p, "in_proj", x).split([2 * hk * dk + h * dv, rank, rank, h], dim=-1)
+    qkv, history = conv(p, qkv, None if state is None else state[0])
+    q, k, v = qkv.split([hk * dk, hk * dk, h * dv], dim=-1)
+    beta, drive = 1 / (1 + torch.exp(-b)), linear(p, "decay_proj", low) + p["dt_bias"]
+    s = torch.zeros(h, dk, dv, dtype=x.dtype) if state is None else state[1].clone()
+    y = torch.zeros(len(x), h, dv, dtype=x.dtype)
+    for t in range(len(x)):
+        for j in range(h):
+            shared, channels = j // (h // hk), drive[t, j * dk : (j + 1) * dk]
+            if spec.get("bound") is None:
+                alpha = torch.exp(-p["a_log"][j].exp() * softplus(channels))
+            else:
+                alpha = torch.exp(spec["bound"] / (1 + torch.exp(-p["a_log"][j].exp() * channels)))
+            key = _unit(k[t, shared * dk : (shared + 1) * dk])
+            query = _unit(q[t, shared * dk : (shared + 1) * dk])
+            erase = torch.eye(dk, dtype=x.dtype) - beta[t, j] * torch.outer(key, key)
+            fresh = beta[t, j] * torch.outer(key, v[t, j * dv : (j + 1) * dv])
+            s[j] = erase @ torch.diag(alpha) @ s[j] + fresh
+            y[t, j] = s[j].T @ query / math.sqrt(dk)
+    y = rms(y, p["norm.weight"], spec.get("norm_eps", 1e-5)).flatten(1)
+    return Row(linear(p, "out_proj", y / (1 + torch.exp(-linear(p, "gate_proj", gate)))), history, s)
+
+
+def rg_lru(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
+    """De et al. 2024, equations 1 to 4, block by block; the first token of a text enters unscaled."""
+    width, heads = spec["width"], spec["heads"]
+    y, x = linear(p, "in_proj", x).split([width, width], dim=-1)
+    x, history = conv(p, x, None if state is None else state[0], lambda u: u)
+    block = width // heads
+    h = torch.zeros(width, dtype=x.dtype) if state is None else state[1].clone()
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for j in range(heads):
+            own = slice(j * block, (j + 1) * block)
+            logits = x[t, own] @ p["gates"][j] + p["gate_bias"][j]
+            i, r = (1 / (1 + torch.exp(-logits))).split([block, block])
+            a = torch.exp(-8 * softplus(p["rate"][own]) * r)
+            scale = 1 if t + spec.get("past", 0) == 0 else (1 - a.square()).sqrt()
+            h[own] = a * h[own] + scale * i * x[t, own]
+        out[t] = h
+    act = ACTS[spec.get("act", "gelu_pytorch_tanh")]
+    return Row(linear(p, "out_proj", out * act(y)), history, h)
+
+
 def retnet(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
     """Sun et al. 2023, equations 6 to 8, without xPos; `past` tokens were read before x."""
     h, dk, dv = spec["heads"], spec["key_dim"], spec["value_dim"]
@@ -236,6 +293,22 @@ def retnet(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> 
     if gates:
         return Row(_gated(p, y, gate, spec), x[:0], s)
     y = rms(y, p["norm.weight"], spec.get("norm_eps", 1e-5)).flatten(1)
+    return Row(linear(p, "out_proj", y), x[:0], s)
+
+
+def lightning(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
+    """MiniMax 2025 (2501.08313), equations 4 to 8 without blocks: S <- exp(-slope) S + k v^T, o = q S."""
+    h, dim = spec["heads"], spec["head_dim"]
+    qkv, gate = linear(p, "in_proj", x).split([3 * h * dim, h * dim], dim=-1)
+    q, k, v = silu(qkv).split(h * dim, dim=-1)
+    s = torch.zeros(h, dim, dim, dtype=x.dtype) if state is None else state[1].clone()
+    y = torch.zeros(len(x), h * dim, dtype=x.dtype)
+    for t in range(len(x)):
+        for j in range(h):
+            own, slope = slice(j * dim, (j + 1) * dim), spec.get("share", 1.0) * (2 ** (-8 / h)) ** (j + 1)
+            s[j] = math.exp(-slope) * s[j] + torch.outer(k[t, own], v[t, own])
+            y[t, own] = q[t, own] @ s[j]
+    y = rms(y, p["norm.weight"], spec.get("norm_eps", 1e-6)) / (1 + torch.exp(-gate))
     return Row(linear(p, "out_proj", y), x[:0], s)
 
 
@@ -309,24 +382,116 @@ def rwkv7(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> R
 
 
 def attention(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
-    """Softmax over the positions that a token sees; rotary as a complex turn of each pair of channels."""
+    """Softmax over the positions that a token sees; rotary as a complex turn of each pair of channels. With
+    `kv_from` the keys and values are those of an earlier layer (Brandon et al. 2024, section 3)."""
     h, hk, dim = spec["heads"], spec.get("kv_heads") or spec["heads"], spec["head_dim"]
-    q, k, v = linear(p, "qkv", x).unflatten(-1, (-1, dim)).split([h, hk, hk], dim=1)
-    if spec.get("qk_norm"):
-        q, k = (rms(t, p[f"{n}_norm.weight"], spec.get("norm_eps", 1e-5)) for n, t in (("q", q), ("k", k)))
-    if spec.get("rope") is not None:
-        q, k = _turned(q, spec["rope"]), _turned(k, spec["rope"])
+    shared, rope = spec.get("shared", {}), spec.get("rope")
+
+    def placed(y: Tensor, name: str) -> Tensor:
+        if spec.get("qk_norm"):
+            weight = p[f"{name}_norm.weight"] + spec.get("norm_offset", 0)
+            y = rms(y, weight, spec.get("norm_eps", 1e-5))
+        return y if rope is None else _turned(y, rope)
+
+    if spec.get("kv_from") is None:
+        q, k, v = linear(p, "qkv", x).unflatten(-1, (-1, dim)).split([h, hk, hk], dim=1)
+        k = placed(k, "k")
+        shared["kv", spec.get("index")] = k, v
+    else:
+        q = linear(p, "q", x).unflatten(-1, (-1, dim))
+        k, v = shared["kv", spec["kv_from"]]
+    q, scale = placed(q, "q"), spec.get("scale") or 1 / math.sqrt(dim)
     y = torch.zeros(len(x), h, dim, dtype=x.dtype)
     for t in range(len(x)):
         start = 0 if spec.get("window") is None else max(0, t - spec["window"] + 1)
+        block = spec.get("block", 1)  # None: the whole row
+        end = len(x) if block is None else min(len(x), (t // block + 1) * block)
         for j in range(h):
-            shared = j // (h // hk)
-            weights = torch.softmax(k[start : t + 1, shared] @ q[t, j] / math.sqrt(dim), 0)
-            y[t, j] = weights @ v[start : t + 1, shared]
+            own = j // (h // hk)
+            weights = torch.softmax(k[start:end, own] @ q[t, j] * scale, 0)
+            y[t, j] = weights @ v[start:end, own]
+    if spec.get("gate"):
+        y = y / (1 + torch.exp(-linear(p, "gate", x))).unflatten(-1, (h, dim))
     return Row(linear(p, "out", y.flatten(1)), x[:0], x[:0])
 
 
+def latent(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
+    """DeepSeek-V2 (2405.04434), equations 9 to 19, a token and a head at a time: every key and value made."""
+    h, rank, dr = spec["heads"], spec["rank"], spec["rope_dim"]
+    dk, dv, eps = spec["key_dim"], spec["value_dim"], spec.get("norm_eps", 1e-6)
+    q, c, key = linear(p, "in_proj", x).split([spec.get("q_rank") or h * (dk + dr), rank, dr], dim=-1)
+    if spec.get("q_rank"):
+        q = linear(p, "q_proj", rms(q, p["q_norm.weight"], eps))
+    q, key, c = q.unflatten(-1, (h, dk + dr)), key[:, None], rms(c, p["norm.weight"], eps)
+    if spec.get("rope") is not None:
+        key = _turned(key, spec["rope"])
+        q = torch.cat([q[..., :dk], _turned(q[..., dk:], spec["rope"])], dim=-1)
+    scale = spec.get("scale") or (dk + dr) ** -0.5
+    y = torch.zeros(len(x), h, dv, dtype=x.dtype)
+    for j in range(h):
+        made = p["kv_proj.weight"][j * (dk + dv) : (j + 1) * (dk + dv)]
+        k, v = torch.cat([c @ made[:dk].T, key[:, 0]], dim=-1), c @ made[dk:].T
+        for t in range(len(x)):
+            y[t, j] = torch.softmax(scale * k[: t + 1] @ q[t, j], 0) @ v[: t + 1]
+    return Row(linear(p, "out", y.flatten(1)), x[:0], x[:0])
+
+
+ACTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": lambda y: y / 2 * (1 + torch.erf(y / 2**0.5)),
+    "relu2": lambda y: y.clamp(min=0) ** 2,
+    "gelu_pytorch_tanh": lambda y: y / 2 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (y + 0.044715 * y**3))),
+}
+
+
+def mlp(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
+    """down(act(up)), or down(act(gate) * up) where there is a gate."""
+    act = ACTS[spec.get("act", "silu")]
+    if "gate_up.weight" in p:
+        gate, up = linear(p, "gate_up", x).chunk(2, dim=-1)
+        return Row(linear(p, "down", act(gate * spec.get("gate_scale", 1.0)) * up), x[:0], x[:0])
+    return Row(linear(p, "down", act(linear(p, "up", x))), x[:0], x[:0])
+
+
+def experts(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
+    """Shazeer et al. 2017, equation 1, with the routers of DeepSeek-V3 (2024, equations 12 to 16) and of the
+    softmax families: one token at a time, each of its experts by itself."""
+    count, groups, act = spec["experts"], spec.get("groups", 1), ACTS[spec.get("act", "silu")]
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        logits = [(p["router.weight"][e] * x[t]).sum() for e in range(count)]
+        powers = [torch.exp(z - max(logits)) for z in logits]
+        softmax = [z / sum(powers) for z in powers]
+        sigmoid = [1 / (1 + torch.exp(-z)) for z in logits]
+        scores = softmax if spec.get("scores", "softmax") == "softmax" else sigmoid
+        bias = p["router.correction"] if spec.get("correction") else torch.zeros(count)
+        appeal = [float((scores[e] + bias[e]).detach()) for e in range(count)]
+        size = count // groups
+        worth = [sum(sorted(appeal[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+        kept = sorted(range(groups), key=lambda g: -worth[g])[: spec.get("kept_groups", 1)]
+        best = sorted((e for e in range(count) if e // size in kept), key=lambda e: -appeal[e])
+        chosen = best[: spec["per_token"]]
+        total = sum(scores[e] for e in chosen) if spec.get("normalise", True) else 1
+        seen = linear(p, "latent_in", x[t]) if spec.get("latent") else x[t]
+        answer = torch.zeros_like(seen)
+        for e in chosen:
+            inner = p["up"][e] @ seen
+            if spec.get("gated", True):
+                inner = act(inner[: spec["width"]]) * inner[spec["width"] :]
+            else:
+                inner = act(inner)
+            answer = answer + spec.get("scale", 1.0) * scores[e] / total * (p["down"][e] @ inner)
+        y[t] = linear(p, "latent_out", answer) if spec.get("latent") else answer
+        own = {name.removeprefix("shared."): w for name, w in p.items() if name.startswith("shared.")}
+        if own and spec.get("shared", True):
+            share = 1 / (1 + torch.exp(-linear(p, "shared_gate", x[t]))) if spec.get("shared_gate") else 1
+            y[t] = y[t] + share * mlp(own, x[t], spec).y
+    return Row(y, x[:0], x[:0])
+
+
 MIXERS: Mapping[str, Callable[..., Row]] = {
+    "mlp": mlp,
+    "experts": experts,
     "mamba": mamba,
     "mamba2": mamba2,
     "gla": gla,
@@ -334,9 +499,13 @@ MIXERS: Mapping[str, Callable[..., Row]] = {
     "linear_attn": linear_attn,
     "gated_deltanet": gated_deltanet,
     "delta_net": delta_net,
+    "kda": kda,
+    "rg_lru": rg_lru,
     "rwkv7": rwkv7,
     "retnet": retnet,
+    "lightning": lightning,
     "attention": attention,
+    "latent": latent,
 }
 
 
@@ -353,6 +522,59 @@ TRANSFORMERS: Mapping[str, Callable[[Mapping[str, Any]], list[int | None]]] = {
     ],
 }
 
+
+# A causal config with the layers of each denoiser (biases are where there are any); how far a place sees.
+DENOISERS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], int | None]]] = {
+    "Dream": lambda raw: ({**raw, "model_type": "llama"}, None),
+    "llada": lambda raw: (
+        {
+            "model_type": "llama",
+            "num_hidden_layers": raw["n_layers"],
+            "num_attention_heads": raw["n_heads"],
+            "num_key_value_heads": raw["n_kv_heads"],
+            "head_dim": raw["d_model"] // raw["n_heads"],
+            "rope_parameters": {"rope_theta": raw["rope_theta"]},
+        },
+        None,
+    ),
+    "sdar": lambda raw: (
+        {**raw, "model_type": "qwen3", "layer_types": ["full_attention"] * raw["num_hidden_layers"]},
+        raw["block_size"],
+    ),
+    "llada2_moe": lambda raw: (
+        {
+            "model_type": "composed",
+            "norm_eps": raw["rms_norm_eps"],
+            "layers": [
+                {
+                    "mixer": {
+                        "type": "attention",
+                        "heads": raw["num_attention_heads"],
+                        "kv_heads": raw["num_key_value_heads"],
+                        "head_dim": raw["head_dim"],
+                        "rope": {"partial_rotary_factor": 0.5, **raw["rope_parameters"]},
+                        "qk_norm": True,
+                        "norm_eps": raw["rms_norm_eps"],
+                    },
+                    "mlp": {"width": raw["intermediate_size"]}
+                    if i < raw["first_k_dense_replace"]
+                    else {
+                        "experts": raw["num_experts"],
+                        "per_token": raw["num_experts_per_tok"],
+                        "width": raw["moe_intermediate_size"],
+                        "scores": "sigmoid",
+                        "scale": 2.5,
+                        "groups": raw["n_group"],
+                        "kept_groups": raw["topk_group"],
+                        "correction": True,
+                    },
+                }
+                for i in range(raw["num_hidden_layers"])
+            ],
+        },
+        raw["block_size"],
+    ),
+}
 
 # flash-linear-attention's families: the mixer of layer i, where it is not attention, and its spec.
 FLA: Mapping[str, Callable[[Mapping[str, Any], int], tuple[str, Mapping[str, Any]]]] = {
@@ -428,6 +650,10 @@ def model(module: nn.Module, tokens: Tensor, raw: Mapping[str, Any]) -> Tensor:
     p = params(module)
     if raw["model_type"] == "rwkv7":
         return _rwkv7_model(p, tokens, raw)
+    from tests.stacks import STACKS, run  # built of the mixers above
+
+    if raw["model_type"] in STACKS:
+        return run(p, tokens, STACKS[raw["model_type"]](raw))
     layers, eps, scale = _layers(raw)
     shared: dict[str, Tensor] = {}
     x = p["embed.weight"][tokens] * scale
@@ -435,18 +661,34 @@ def model(module: nn.Module, tokens: Tensor, raw: Mapping[str, Any]) -> Tensor:
         at = f"blocks.{i}."
         own = {name.removeprefix(at + "mixer."): t for name, t in p.items() if name.startswith(at + "mixer.")}
         own |= {name.split(".")[-1]: t for name, t in p.items() if name.endswith(".bounds")}  # of all layers
-        x = x + MIXERS[kind](own, rms(x, p[at + "mixer_norm.weight"], eps), {**spec, "shared": shared}).y
+        spec = {**spec, "shared": shared, "index": i}
+        x = x + MIXERS[kind](own, rms(x, p[at + "mixer_norm.weight"], eps), spec).y
         if mlp:
-            gate, up = linear(p, at + "mlp.gate_up", rms(x, p[at + "mlp_norm.weight"], eps)).chunk(2, dim=-1)
-            x = x + linear(p, at + "mlp.down", silu(gate) * up)
+            own = {name.removeprefix(at + "mlp."): t for name, t in p.items() if name.startswith(at + "mlp.")}
+            kind, spec = ("experts", mlp) if isinstance(mlp, Mapping) else ("mlp", {})
+            x = x + MIXERS[kind](own, rms(x, p[at + "mlp_norm.weight"], eps), spec).y
     return rms(x, p["norm.weight"], eps) @ p.get("head.weight", p["embed.weight"]).T
 
 
-def _layers(raw: Mapping[str, Any]) -> tuple[list[tuple[str, Mapping[str, Any], bool]], float, float]:
-    """(mixer, its spec, whether an MLP follows) of each layer; the norms' eps; the embedding's scale."""
+def _layers(raw: Mapping[str, Any]) -> tuple[list[tuple[str, Mapping[str, Any], Any]], float, float]:
+    """(mixer, its spec, whether an MLP follows or the spec of experts) of each layer; the norms' eps; the
+    embedding's scale."""
     if raw["model_type"] == "composed":
-        layers = [(layer["mixer"]["type"], layer["mixer"], bool(layer["mlp"])) for layer in raw["layers"]]
+        mlps = [
+            layer["mlp"] if "experts" in (layer["mlp"] or ()) else bool(layer["mlp"])
+            for layer in raw["layers"]
+        ]
+        mixers = [layer["mixer"] for layer in raw["layers"]]
+        layers = [(mixer["type"], mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
         return layers, raw["norm_eps"], raw.get("embed_scale", 1.0)
+    if raw["model_type"] == "composed_diffusion":
+        layers, eps, scale = _layers({**raw, "model_type": "composed", "norm_eps": raw.get("norm_eps", 1e-5)})
+        return [(kind, {**spec, "block": raw.get("block")}, mlp) for kind, spec, mlp in layers], eps, scale
+    if raw["model_type"] in DENOISERS:
+        twin, block = DENOISERS[raw["model_type"]](raw)
+        layers, eps, scale = _layers(twin)
+        eps = raw.get("rms_norm_eps", eps)
+        return [(kind, {**spec, "block": block}, mlp) for kind, spec, mlp in layers], eps, scale
     if raw["model_type"] == "mamba2":
         spec = {
             "heads": raw["num_heads"],

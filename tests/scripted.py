@@ -42,7 +42,7 @@ class Scripted:
         self.architecture = None
         self.chat_template: str | None = None
         self.special_tokens: dict[str, str] = {}
-        self.weight_bytes = 1234
+        self.weight_bytes, self.weight_dtype = 1234, "float32"
         self.ops = SimpleNamespace(backend="scripted")
         self.fingerprint = "scripted"
 

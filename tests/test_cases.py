@@ -42,11 +42,13 @@ from constate.spans import Spans
 from . import loops
 from .kernels import hostile
 from .kernels.memory import peak_bytes
-from .laws import law_5
-from .models import DELTA, GLA, MAMBA, MAMBA2, MODELS, VOCAB, make, spread, tokens
+from .laws import law_5, regroups
+from .models import DELTA, GLA, HYBRIDS, KDA, MAMBA, MAMBA2, MODELS, VOCAB, make, spread, tokens
 from .referee import referee, same_logits, same_state
+from .routes import same_routes
 
 BACKENDS = [row.backend for row in available("cpu") if row.here]
+FAST = [backend for backend in BACKENDS if backend != "reference"]
 CONSTANT = tuple(name for name, entry in MODELS.items() if not entry.slope)
 LINEAR = ("linear", "linear, by channel", "linear, no decay")
 RECURRENT_OPS = (*LINEAR, "delta", "selective")
@@ -154,7 +156,12 @@ def test_unequal_prompts_read_nothing_of_each_other(name: str, backend: str) -> 
     for r, own in enumerate(spans.slices()):
         others = torch.cat([p if i == r else (p + 1 + i) % VOCAB for i, p in enumerate(prompts)])
         beside = model.init_cache(len(prompts))
-        assert torch.equal(model(others, spans, beside)[own], logits[own]), f"prompt of {PROMPTS[r]}"
+        again = model(others, spans, beside)[own]
+        if regroups(model):  # experts' groups are of other sizes then, and round otherwise
+            same_logits(again, logits[own], f"prompt of {PROMPTS[r]}")
+            same_state(beside.select([r]), cache.select([r]), f"state after {PROMPTS[r]}")
+            continue
+        assert torch.equal(again, logits[own]), f"prompt of {PROMPTS[r]}"
         pairs = zip(beside.select([r]).leaves(), cache.select([r]).leaves(), strict=True)
         assert all(torch.equal(a, b) for (_, a, _), (_, b, _) in pairs), f"state after {PROMPTS[r]}"
 
@@ -360,9 +367,10 @@ def test_a_file_without_any_one_tensor_of_a_model_is_refused(name: str, tmp_path
 # -- F: numbers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("how", ["scan", "step"])
 @pytest.mark.parametrize("kind", ["linear", "linear, by channel", "delta", "selective"])
-def test_a_slow_state_does_not_drift_over_4096_tokens(kind: str, how: str) -> None:
+def test_a_slow_state_does_not_drift_over_4096_tokens(kind: str, how: str, backend: str) -> None:
     """Case F1: bfloat16 activations, decay 0.999 a token; the state within 1e-2 of a float64 loop's."""
     n = 4096
     op, given = scan(kind, [n], heads=(1, 2), dims=(4, 3))
@@ -384,10 +392,10 @@ def test_a_slow_state_does_not_drift_over_4096_tokens(kind: str, how: str) -> No
             value = now["beta"][:, None] * (value - 0.999 * torch.einsum("hkv,k->hv", want, key))
         want = 0.999 * want + torch.einsum("k,hv->hkv", key, value)
     if how == "scan":
-        first = run("torch", op, {**given, "initial": first})[1]
+        first = run(backend, op, {**given, "initial": first})[1]
     else:
         del given["spans"]
-        step_of = getattr(select("torch"), f"{op.removesuffix('_scan')}_step")
+        step_of = getattr(select(backend), f"{op.removesuffix('_scan')}_step")
         for t in range(n):
             tokens_ = {k: x[t : t + 1] for k, x in given.items() if isinstance(x, Tensor) and len(x) == n}
             step_of(**{**given, **tokens_}, state=first)
@@ -395,9 +403,10 @@ def test_a_slow_state_does_not_drift_over_4096_tokens(kind: str, how: str) -> No
     assert error <= 1e-2, f"relative error {error:.1e}"
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("kind", ["linear", "linear, by channel", "selective"])
 @pytest.mark.parametrize("how", ["scan", "step"])
-def test_every_accumulator_counts_to_4096(kind: str, how: str) -> None:
+def test_every_accumulator_counts_to_4096(kind: str, how: str, backend: str) -> None:
     """Case F1: adding 1 to 256 in bfloat16 gives 256."""
     ones, fixed, given = torch.ones(4096, 1, dtype=torch.bfloat16), {}, {}
     if kind == "selective":  # softplus(32) is 32 exactly, and 32 / 32 is 1
@@ -407,7 +416,7 @@ def test_every_accumulator_counts_to_4096(kind: str, how: str) -> None:
         op, state = "gated_linear", torch.zeros(1, 1, 1, 1)
         given |= dict.fromkeys(("q", "k", "v"), ones[..., None])
         given["log_decay"] = torch.zeros(4096, 1) if kind == "linear" else torch.zeros(4096, 1, 1)
-    ops = select("torch")
+    ops = select(backend)
     if how == "scan":
         _, state = getattr(ops, f"{op}_scan")(**given, **fixed, initial=None, spans=Spans.of([4096]))
     else:
@@ -436,7 +445,7 @@ def test_a_model_loaded_in_bfloat16_keeps_its_rates_and_states(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("settings", [MAMBA, MAMBA2, DELTA, GLA], ids=lambda s: s["type"])
+@pytest.mark.parametrize("settings", [MAMBA, MAMBA2, DELTA, GLA, KDA], ids=lambda s: s["type"])
 def test_a_mixer_with_rates_beyond_reason(settings: dict[str, Any], backend: str) -> None:
     """Case F4: log-decays from -1e-8 to -1e7 beside each other; finite, and what the float64 loop says."""
     kind, spec = MIXERS[settings["type"]]
@@ -451,13 +460,23 @@ def test_a_mixer_with_rates_beyond_reason(settings: dict[str, Any], backend: str
     spans, state = Spans.of(lengths), mixer.init_state(3, 0)
     call = Call(spans, select(backend, "cpu"), (0, 0, 0), torch.zeros(3, dtype=torch.int64))
     y, stepped = mixer(x, call, state), state.clone()
-    one = mixer.step(x[:3], Call(Spans.ones(3), call.ops, lengths, torch.tensor(lengths)), stepped)
+    past = torch.tensor(lengths)
+    steps = [(mixer.step(x[:3], Call(Spans.ones(3), call.ops, lengths, past), stepped), stepped)]
+    if call.ops.tape is not None:
+        tape, written = call.ops.tape(3, past), state.clone()
+        given = tape.vector(20)
+        said = mixer.record(tape, given, written)
+        given.copy_(x[:3])
+        tape.run()
+        steps.append((said, written))
     p, loop = loops.params(mixer), loops.MIXERS[settings["type"]]
     for r, part in enumerate(spans.slices()):
         want = loop(p, x[part].double(), settings)
         after = loop(p, x[r : r + 1].double(), settings, (want.conv, want.ssm))
-        got = [y[part].double(), state.ssm[r].double(), one[r : r + 1].double(), stepped.ssm[r].double()]
-        same(got, [want.y, want.ssm, after.y, after.ssm], f"row {r}", 2e-5)
+        same([y[part].double(), state.ssm[r].double()], [want.y, want.ssm], f"row {r}", 2e-5)
+        for said, then in steps:
+            got = [said[r : r + 1].double(), then.ssm[r].double()]
+            same(got, [after.y, after.ssm], f"a step of row {r}", 2e-5)
 
 
 def test_all_forgotten_leaves_the_token_itself() -> None:
@@ -507,15 +526,16 @@ def test_nothing_is_read_past_the_end(kind: str, backend: str) -> None:
             same(run(backend, op, copied(given, guard)), want, f"{op}, {guard.__name__}", 5e-5)
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("how", ["step", "scan"])
 @pytest.mark.parametrize("kind", [*RECURRENT_OPS, "conv"])
-def test_nothing_is_written_past_the_end(kind: str, how: str) -> None:
+def test_nothing_is_written_past_the_end(kind: str, how: str, backend: str) -> None:
     """Case F5: the band round a state that is updated in place, and round all that is only read."""
     op, given = step(kind, 5) if how == "step" else scan(kind, [17, 1])
     for guard in (guarded, between):
         held = copied(given, guard)
         bases = {n: x._base for n, x in held.items() if isinstance(x, Tensor)}
-        run("torch", op, held)
+        run(backend, op, held)
         for name, base in bases.items():
             assert base is not None
             assert int(base.isnan().sum()) == base.numel() - held[name].numel(), f"beside {name}"
@@ -549,19 +569,23 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("heads", [(2, 2), (2, 4), (1, 3), (2, 6), (4, 4)])
 @pytest.mark.parametrize("kind", [*LINEAR, "delta", "attention", "attention, window"])
-def test_every_head_of_an_output_is_written(kind: str, heads: tuple[int, int], poisoned: None) -> None:
+def test_every_head_of_an_output_is_written(
+    kind: str, heads: tuple[int, int], backend: str, poisoned: None
+) -> None:
     """Case F6: outputs start as NaN and come back whole, for each way of sharing key heads."""
     for op, given in (scan(kind, [17, 0, 1, 40], heads=heads), step(kind, 3, heads=heads)):
         want = run("reference", op, copied(given))
-        same(run("torch", op, given), want, op, 5e-5)
+        same(run(backend, op, given), want, op, 5e-5)
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_leaves_no_place_unwritten(name: str, poisoned: None) -> None:
+def test_a_model_leaves_no_place_unwritten(name: str, backend: str, poisoned: None) -> None:
     """Case F6: logits, states and a cache that grows, with NaN in all memory that nobody wrote."""
-    model, judge = make(name), referee(name)
+    model, judge = make(name, backend), referee(name)
     rows = [tokens(n, seed=240 + n) for n in (70, 1, 33)]
     cache = model.init_cache(3)
     logits = model(torch.cat(rows), Spans.of([70, 1, 33]), cache, at="last")
@@ -595,7 +619,7 @@ def test_generating_after_a_long_prompt_takes_what_a_short_one_takes(name: str) 
 
 # -- H: checkpoints --------------------------------------------------------------------------------
 
-CHECKPOINTS = ("composed", "mamba2", "llama")
+CHECKPOINTS = ("composed", "mamba2", "llama", *HYBRIDS)
 
 
 def folder_of(name: str, folder: Path, words: int = 0, **over: Any) -> Model:
@@ -618,15 +642,15 @@ def test_tied_and_untied_heads_of_real_architectures(name: str, tmp_path: Path) 
     head = "head.weight" if name == "composed" else "lm_head.weight"
     spans, ids = Spans.of([9]), tokens(9)
     assert head not in absent
-    assert torch.equal(load(tmp_path)(ids, spans), model(ids, spans))
+    assert torch.equal(load(tmp_path, backend="torch")(ids, spans), model(ids, spans))
     save_file({**absent, head: absent[embedding].clone()}, file)
-    assert torch.equal(load(tmp_path)(ids, spans), model(ids, spans))
+    assert torch.equal(load(tmp_path, backend="torch")(ids, spans), model(ids, spans))
     save_file({**absent, head: absent[embedding] + 1e-3}, file)
     with pytest.raises(ValueError, match="different"):
         load(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    assert not torch.equal(load(tmp_path)(ids, spans), model(ids, spans))
+    assert not torch.equal(load(tmp_path, backend="torch")(ids, spans), model(ids, spans))
     save_file(absent, file)
     with pytest.raises(ValueError, match=rf"missing: head\.weight|missing.*{head}"):
         load(tmp_path)
@@ -657,7 +681,8 @@ def test_a_real_checkpoint_stops_at_an_id_that_only_one_file_names(name: str, tm
     """Case H7: config.json names one id, generation_config.json that and another, the tokenizer a third."""
     model, prompt = folder_of(name, tmp_path, words=VOCAB), [3, 1, 4]
     model.vocab = VOCAB
-    (free,) = generate(model, [prompt], max_new_tokens=12)
+    warm = {"max_new_tokens": 12, "temperature": 4.0, "seed": 3}  # greedily a scaled embedding repeats itself
+    (free,) = generate(model, [prompt], **warm)
     at = next(i for i in range(1, 12) if free.tokens[i] not in free.tokens[:i])
     unused = [i for i in range(VOCAB) if i not in free.tokens]
     ends = (unused[0], [unused[0], free.tokens[at]], f"w{unused[1]}")
@@ -667,10 +692,10 @@ def test_a_real_checkpoint_stops_at_an_id_that_only_one_file_names(name: str, tm
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": ends[2]}))
     loaded = load(tmp_path)
     assert loaded.eos_ids == {*unused[:2], free.tokens[at]}
-    (result,) = generate(loaded, [prompt], max_new_tokens=12)
+    (result,) = generate(loaded, [prompt], **warm)
     assert (result.tokens, result.finish_reason) == (free.tokens[: at + 1], "stop")
     assert result.text == "".join(f" w{i}" for i in free.tokens[:at])
-    (whole,) = generate(loaded, [prompt], max_new_tokens=12, ignore_eos=True)
+    (whole,) = generate(loaded, [prompt], ignore_eos=True, **warm)
     assert (whole.tokens, whole.finish_reason) == (free.tokens, "length")
 
 
@@ -729,17 +754,16 @@ for name in MODELS:
             assert result.usage.backend == model.ops.backend == 'torch', name
 (row,) = speed(make('mamba2'), 'm', prompt=4, new=2, rows=(1,), against=(), rounds=1, check=False)
 assert row['backend'] == 'torch', row
-for backend in ('triton', 'native'):
-    try:
-        select(backend, 'cpu')
-    except BackendUnavailable as error:
-        assert backend in str(error) and 'cpu' in str(error) and 'torch' in str(error), error
-    else:
-        raise AssertionError(backend + ' was given')
-assert [row.backend for row in available('cpu') if row.here] == ['reference', 'torch']
+try:
+    select('triton', 'cpu')
+except BackendUnavailable as error:
+    assert 'triton' in str(error) and 'cpu' in str(error) and 'torch' in str(error), error
+else:
+    raise AssertionError('triton was given')
+assert [row.backend for row in available('cpu') if row.here] == ['reference', 'torch', 'native']
 with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.redirect_stdout(io.StringIO()):
     main(['generate', 'It is', '--model', 'tiny/hybrid', '--max-new-tokens', '3'])
-assert told.getvalue().count(' torch ') == 1, told.getvalue()
+assert told.getvalue().count(' native ') == 1, told.getvalue()
 print('wrote')
 """
 
@@ -757,11 +781,13 @@ def test_every_family_writes_without_triton(triton: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bfloat16_model_says_nearly_what_the_float32_one_says(name: str, backend: str) -> None:
-    """Case K2: not only that it runs. Bound by what rounding the weights alone does, and a little more."""
+    """Case K2: not only that it runs. Bound by what rounding the weights alone does, and a little more.
+    Where two scores are that near, a rounded router may send a token elsewhere: it follows the exact one."""
     exact, prompt, spans = make(name, backend), tokens(33, seed=260), Spans.of([33])
-    want = exact(prompt, spans)
     rounded = make(name, backend).to_dtype(torch.bfloat16)
-    got = rounded(prompt, spans, cache := rounded.init_cache(1))
+    with same_routes(exact, rounded):
+        want = exact(prompt, spans)
+        got = rounded(prompt, spans, cache := rounded.init_cache(1))
     assert got.dtype == torch.float32
     error = float((got - want).norm() / want.norm())
     assert error < 0.2, f"relative error {error:.2f}"
@@ -815,7 +841,7 @@ def test_any_head_width_and_any_layout(kind: str, dims: tuple[int, int]) -> None
         got = run("torch", op, copied(given))
         same(got, want, f"{op} of {dims}", 5e-5)
         for layout in (columns, crossed, between):
-            for backend in BACKENDS if dims == WIDTHS[0] else ("torch",):
+            for backend in BACKENDS if dims == WIDTHS[0] else FAST:
                 again = run(backend, op, copied(given, layout))
                 same(again, got if backend == "torch" else want, f"{op}, {layout.__name__}")
 

@@ -136,6 +136,9 @@ def test_lists_have_commas():
     assert names(None) == []
     assert targets(["a", "b"], ["s"]) == [("a", False), ("b", False), ("s", True)]
     assert targets(None, None) == [("tiny/hybrid", False)]
+    every = targets(["a"], ["hybrids", "s"])
+    assert (len(every), every[0], every[-1]) == (12, ("a", False), ("s", True))
+    assert ("qwen3_next-medium", True) in every
 
 
 def test_units_are_read_off_the_keys():
@@ -179,10 +182,11 @@ def test_plain_text_is_the_json_text(capsys: pytest.CaptureFixture[str], folder:
         "--seed",
         3,
     )
-    text = lines(capsys, *asked)[0]["text"]
+    row = lines(capsys, *asked)[0]
+    text, backend = row["text"], row["usage"]["backend"]
     status, out, err = run(capsys, *asked)
     assert (status, out) == (0, text + "\n") and text
-    assert "torch" in err and "12 tokens" in err
+    assert backend in err and "12 tokens" in err
 
 
 def test_several_texts_stand_apart(capsys: pytest.CaptureFixture[str], folder: Path):
@@ -214,17 +218,28 @@ def test_every_option_arrives(
         **{"max-new-tokens": "1k", "temperature": 0.5, "top-k": 7, "top-p": 0.9, "min-p": 0.1},
         **{"repetition-penalty": 1.2, "seed": 11, "n": 3, "save-state": "s", "load-state": "l"},
         **{"model": folder, "device": "cpu", "dtype": "bfloat16", "state-dtype": "float16"},
-        "backend": "reference",
+        **{"backend": "reference", "weights": "int8"},
     }
     given = [text for name, value in flags.items() for text in (f"--{name}", value)]
-    switches = ("--ignore-eos", "--chat", "--stop", "a", "--stop", "\n\n")
+    planned: Mapping[str, Any] = {
+        **{"policy": "threshold", "steps": 9, "block": 8, "threshold": 0.7, "entropy_bound": 0.3},
+        **{"confidence": "tempered", "order_noise": 0.2, "cache": "dual", "refresh": 4, "guidance": 0.5},
+        **{"eos": "late", "min_new_tokens": 3},
+    }
+    given += [text for name, value in planned.items() for text in (f"--{name.replace('_', '-')}", value)]
+    switches = ("--infill", "then", "--ignore-eos", "--chat", "--stop", "a", "--stop", "\n\n")
     assert lines(capsys, "generate", "p", "q", *given, *switches) == []
     assert seen == {
         **{"prompts": ["p", "q"], "max_new_tokens": 1024, "temperature": 0.5, "top_k": 7, "top_p": 0.9},
         **{"min_p": 0.1, "repetition_penalty": 1.2, "seed": 11, "n": 3, "stop": ["a", "\n\n"]},
         **{"ignore_eos": True, "chat": True, "save_state": Path("s"), "load_state": Path("l")},
-        "load": (str(folder), "cpu", "bfloat16", "reference", "float16"),
+        "load": (str(folder), "cpu", "bfloat16", "reference", "float16", "int8"),
+        "infill": "then",
+        **planned,
     }
+    seen.clear()
+    assert lines(capsys, "generate", "p", "q", "--infill", "a", "--infill", "b", "--model", folder) == []
+    assert seen["infill"] == ["a", "b"] and not planned.keys() & seen.keys()
 
 
 def test_prompts_from_a_file(
@@ -272,6 +287,14 @@ def test_a_state_goes_on_exactly(capsys: pytest.CaptureFixture[str], folder: Pat
         (["generate", "a", "--save-state", "absent/folder/state"], "absent"),
         (["generate", "a", "--save-state", "."], "no file"),
         (["generate", "a", "--load-state", "."], "not a saved state"),
+        (["generate", "a", "--steps", "4"], "one token after another"),
+        (["generate", "a", "--infill", "b"], "one token after another"),
+        (["generate", "a", "--policy", "oracle"], "confidence, margin"),
+        (["generate", "a", "--steps", "0"], "steps=0"),
+        (["generate", "a", "--policy", "threshold", "--threshold", "1.5"], "threshold=1.5"),
+        (["bench", "speed", "--steps", "4"], "one token after another"),
+        (["quality", "unmasking"], "one token after another"),
+        (["quality", "bpb", "--rows", "4"], "--rows is for the probe unmasking"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(
@@ -372,8 +395,8 @@ def test_quality_scores_a_file(capsys: pytest.CaptureFixture[str], folder: Path,
     text = "She was not of an age to be easily pleased.\n" * 3
     (tmp_path / "book.txt").write_text(text, encoding="utf-8")
     row = lines(capsys, "quality", "bpb", "--model", folder, "--text", tmp_path / "book.txt")[0]
-    keys = "probe model seed setting score chance n low high params state_bytes"
-    assert list(row) == keys.split()
+    keys = "probe model seed setting score chance n low high params state_bytes dtype bound"
+    assert set(row) == set(keys.split()) and row["bound"] is False
     assert row["n"] == len(text) and row["setting"].startswith("book.txt")
     # Near-flat random logits: about what equal odds for each of the ids would give.
     assert row["score"] == pytest.approx(row["chance"], rel=0.1)

@@ -339,6 +339,14 @@ def test_a_composed_model_leaves_in_flash_linear_attention_s_names(
         ([({**ATTENTION, "qk_norm": True}, MLP)], "their norm_eps 1e-05 is not the model's 0.001"),
         ([({**OWN["mamba2"][0], "head_dim": 12}, None)], "48 inner channels are no multiple of"),
         ([({**OWN["mamba2"][0], "norm_eps": 1e-5}, None)], "their norm_eps 1e-05 is not the model's 0.001"),
+        ([({**OWN["mamba2"][0], "norm": False}, None)], "they do not norm what was gated"),
+        ([({**OWN["mamba2"][0], "norm_before": True}, None)], "they do not norm what was gated"),
+        ([({**OWN["mamba2"][0], "scales": [1, 1, 1, 1, 2]}, None)], "they scale what their in-projection"),
+        ([({**OWN["mamba2"][0], "out_bias": True}, None)], "a bias and the other none"),
+        ([({**OWN["mamba"][0], "norm_eps": 1e-3, "norm_weight": True}, None)], "dt, B and C with weights"),
+        ([({**ATTENTION, "gate": True}, MLP)], "they gate their output"),
+        ([(ATTENTION, {**MLP, "experts": 3, "per_token": 2})], "its layers have experts"),
+        ([({**ATTENTION, "scale": 0.3}, MLP)], "they scale the products of queries and keys"),
     ],
 )
 def test_what_nobody_published_stays_our_own(

@@ -22,15 +22,21 @@ from constate.core import attention as attention_module
 from constate.core import cache as cache_module
 from constate.core.attention import Attention
 from constate.core.cache import Cache
+from constate.core.experts import Experts
+from constate.core.latent import LatentAttention
 from constate.core.mixer import Call
 from constate.core.model import Model
+from constate.core.parallel import Parallel
 from constate.core.short_conv import ShortConv
-from constate.core.state import State, Window
+from constate.core.state import KV, Latent, Parts, State, Window
+from constate.hybrid.zamba2 import Hybrid
 from constate.linear_attn.gated_deltanet import GatedDeltaNet
 from constate.linear_attn.hgrn2 import HGRN2
+from constate.linear_attn.lightning import LightningAttention
 from constate.linear_attn.rwkv7 import ChannelMix, TokenShift
 from constate.spans import Spans
 from constate.ssm.mamba2 import Mamba2
+from constate.ssm.rg_lru import RGLRU
 from tests.laws import LAWS
 from tests.models import make
 from tests.referee import referee
@@ -208,10 +214,20 @@ def erases_before_decay(step: Op) -> Op:
     def faulty(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, **options: Any
     ) -> Tensor:
-        # (v - S^T k) in place of (v - exp(g) S^T k): the same as a step on v less the difference.
+        # (v - S^T k) in place of (v - (exp(g) S)^T k): the same as a step on v less the difference.
         group = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
-        recalled = (state * group[..., None]).sum(-2)
-        return step(q, k, v - (1 - g.exp())[..., None] * recalled, g, beta, state, **options)
+        lost = 1 - g.exp().view(*v.shape[:2], -1, 1)
+        recalled = (lost * state * group[..., None]).sum(-2)
+        return step(q, k, v - recalled, g, beta, state, **options)
+
+    return faulty
+
+
+def by_head(scan: Op) -> Op:
+    """One decay for all channels of a head, their mean."""
+
+    def faulty(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any, **options: Any) -> Any:
+        return scan(q, k, v, g.exp().mean(-1).log(), *rest, **options)
 
     return faulty
 
@@ -304,6 +320,111 @@ def any_model(load: Op) -> Op:
     return faulty
 
 
+def one_state_for_all(forward: Op) -> Op:
+    """Layers that share a block share its keys and values too."""
+
+    def faulty(self: Hybrid, x: Tensor, call: Call, state: State | None = None) -> Tensor:
+        if isinstance(state, Parts):
+            first = next(s for s in call.layers if isinstance(s, Parts))
+            state = Parts((first.parts[0], state.parts[1]))
+        return forward(self, x, call, state)
+
+    return faulty
+
+
+def neighbours_embedding(beside: Op) -> Op:
+    """The embedding that a shared block reads is that of the next token."""
+
+    def faulty(self: Hybrid, x: Tensor, call: Call) -> Tensor:
+        right = call.shared["embedding"]
+        call.shared["embedding"] = right.roll(-1, 0)
+        try:
+            return beside(self, x, call)
+        finally:
+            call.shared["embedding"] = right
+
+    return faulty
+
+
+def forgets_an_arm(forward: Op) -> Op:
+    """Of two mixers side by side only the first keeps what it has read."""
+
+    def faulty(self: Parallel, x: Tensor, call: Call, state: State | None = None) -> Tensor:
+        if isinstance(state, Parts):
+            state = Parts((state.parts[0], state.parts[1].clone()))
+        return forward(self, x, call, state)
+
+    return faulty
+
+
+def without_one_arm(cost: Op) -> Op:
+    def faulty(self: Parallel, new: int, past: int) -> Any:
+        return self.arms[0][0].cost(new, past)
+
+    return faulty
+
+
+def swapped_products(heads: Op) -> Op:
+    """The absorbed form with W^UV's last head's rows where the first head's should stand, and so on."""
+    return lambda self: tuple(w.flip(0) for w in heads(self))
+
+
+def past_unturned(forward: Op) -> Op:
+    """The latents of a piece are kept with the shared key as it was before it was rotated."""
+
+    def faulty(self: LatentAttention, x: Tensor, call: Call, state: State | None = None) -> Tensor:
+        y = forward(self, x, call, state)
+        if isinstance(state, Latent) and self.rotary is not None:
+            with patch.object(self, "rotary", None):
+                raw = self._enter(x, call)[1]
+            for row, (span, past) in enumerate(zip(call.spans.slices(), call.lengths, strict=True)):
+                state.kv[row, past : past + span.stop - span.start] = raw[span]
+        return y
+
+    return faulty
+
+
+def lends_what_is_held(forward: Op) -> Op:
+    """Readers of a ring see only what it holds after a piece, in the order of its slots."""
+
+    def faulty(self: Attention, x: Tensor, call: Call, state: State | None = None) -> Tensor:
+        y = forward(self, x, call, state)
+        if self.lends is not None and isinstance(state, Window):
+            k, v, context = call.shared["kv", self.lends]
+            held = torch.cat([state.k[row] for row in range(len(context.lengths))])
+            if len(held) <= len(k):
+                k = torch.cat([k[: len(k) - len(held)], held])
+            call.shared["kv", self.lends] = k, v, context
+        return y
+
+    return faulty
+
+
+def lends_before_it_writes(step: Op) -> Op:
+    """Readers do not see the token of this step."""
+
+    def faulty(self: Attention, x: Tensor, call: Call, state: State) -> Tensor:
+        before = state.clone()
+        y = step(self, x, call, state)
+        if self.lends is not None:
+            assert isinstance(before, KV | Window)
+            call.shared["kv", self.lends] = before.k, before.v, call.context
+        return y
+
+    return faulty
+
+
+def first_layers_slopes(log_decay: Op) -> Op:
+    """Made once a call for all layers, whatever their share."""
+
+    def faulty(self: LightningAttention, call: Call) -> Tensor:
+        if call.spans.longest > 1:
+            return log_decay(self, call)
+        return call.shared.setdefault("slopes", log_decay(self, call))
+
+    return faulty
+
+
 def unpriced(kind: str) -> Callable[[Op], Op]:
     def wrap(cost: Op) -> Op:
         def faulty(self: Any, new: int, past: int) -> Any:
@@ -328,11 +449,28 @@ def as_full(cost: Op) -> Op:
     return faulty
 
 
+def full(answers: Op) -> Op:
+    """An expert answers so many tokens and no more, as with a capacity: it depends on who asked before."""
+
+    def faulty(self: Experts, x: Tensor, chosen: Tensor) -> Tensor:
+        earlier = F.one_hot(chosen, self.spec.experts).sum(1).cumsum(0).gather(1, chosen)
+        return answers(self, x, chosen) * (earlier <= 12).unsqueeze(-1)
+
+    return faulty
+
+
+def ranked(answers: Op) -> Op:
+    """The answers of a token's experts come back in the experts' order and meet weights in another."""
+    return lambda self, x, chosen: answers(self, x, chosen.sort(-1).values)
+
+
 SCANS = (
     ("gated_linear_scan", 4, "composed gla"),
     ("gated_delta_scan", 5, "composed gated_deltanet"),
     ("selective_scan", 5, "composed mamba"),
     ("dplr_delta_scan", 6, "composed rwkv7"),
+    ("gated_delta_scan", 5, "composed kda"),
+    ("linear_recurrence_scan", 2, "composed rg_lru"),
 )
 
 FAULTS = (
@@ -362,6 +500,23 @@ FAULTS = (
     ),
     Fault(
         "erases before it decays", "composed gated_deltanet", 1, op("gated_delta_step", erases_before_decay)
+    ),
+    Fault(
+        "delta decay a channel, one token late", "composed kda", 7, op("gated_delta_scan", argument(3, late))
+    ),
+    Fault("delta decay a head, not a channel", "composed kda", 7, op("gated_delta_scan", by_head)),
+    Fault(
+        "erases before it decays, by channel", "composed kda", 1, op("gated_delta_step", erases_before_decay)
+    ),
+    Fault(
+        "a recurrence decays one token late",
+        "composed rg_lru",
+        7,
+        op("linear_recurrence_scan", argument(1, late)),
+    ),
+    Fault("every piece starts unscaled", "composed rg_lru", 2, method(Call, "positions", restarted)),
+    Fault(
+        "the state of RG-LRU is not priced", "recurrent_gemma", 6, method(RGLRU, "cost", unpriced("state"))
     ),
     Fault("channel decay one token late", "rwkv7", 7, op("dplr_delta_scan", argument(3, late))),
     Fault("the erase reads the decayed state", "rwkv7", 1, op("dplr_delta_step", reads_the_decayed)),
@@ -404,6 +559,38 @@ FAULTS = (
     Fault("retention's positions restart in a piece", "retnet", 2, method(Call, "positions", restarted)),
     Fault("a token does not see itself", "llama", 1, op("attention_step", one_late)),
     Fault("growing loses a token", "llama", 1, method(cache_module, "grown", unpadded)),
+    Fault(
+        "absorbed products of other heads",
+        "composed latent",
+        1,
+        method(LatentAttention, "_heads", swapped_products),
+    ),
+    Fault(
+        "the kept key is not turned", "composed latent", 2, method(LatentAttention, "forward", past_unturned)
+    ),
+    Fault("latents of rows run together", "composed latent", 3, op("attention", one_context)),
+    Fault("latents are not priced", "deepseek_v3", 6, method(LatentAttention, "cost", unpriced("kv"))),
+    Fault(
+        "a ring is lent as it is held",
+        "composed cross-layer",
+        2,
+        method(Attention, "forward", lends_what_is_held),
+    ),
+    Fault(
+        "lent before it is written",
+        "composed cross-layer",
+        1,
+        method(Attention, "step", lends_before_it_writes),
+    ),
+    Fault(
+        "slopes of the first layer in steps",
+        "minimax",
+        1,
+        method(LightningAttention, "log_decay", first_layers_slopes),
+    ),
+    # experts
+    Fault("an expert is full", "qwen3_next", 3, method(Experts, "_grouped", full)),
+    Fault("answers meet other experts' weights", "nemotron_h", 7, method(Experts, "_grouped", ranked)),
     # rows and files
     Fault("a shallow clone", "composed", 4, method(State, "clone", shallow)),
     Fault("zeros for a missing tensor", "composed gla", 4, method(Cache, "load", zeros_for_conv)),
@@ -412,7 +599,17 @@ FAULTS = (
     Fault("write forgets the length", "llama", 5, method(Cache, "write", forgets_lengths)),
     Fault("write aliases its source", "composed mamba2", 5, method(Cache, "write", aliases)),
     Fault("drop moves nothing", "composed", 5, method(Cache, "drop", nothing_moves)),
+    # mixers that hold several
+    Fault("an arm's state is not written", "falcon_h1", 2, method(Parallel, "forward", forgets_an_arm)),
+    Fault("shared blocks share a state", "zamba2", 2, method(Hybrid, "forward", one_state_for_all)),
+    Fault(
+        "the embedding beside x is a neighbour's",
+        "zamba2",
+        3,
+        method(Hybrid, "_beside", neighbours_embedding),
+    ),
     # prices
+    Fault("an arm is not priced", "falcon_h1", 6, method(Parallel, "cost", without_one_arm)),
     Fault("the history is not priced", "mamba2", 6, method(Mamba2, "cost", unpriced("conv"))),
     Fault(
         "the channel mix's history is not priced", "rwkv7", 6, method(ChannelMix, "cost", unpriced("conv"))

@@ -318,7 +318,8 @@ def test_usage():
     for result, given in zip(results, (len(BPE.encode("the cat").ids), 70), strict=True):
         usage = json.loads(json.dumps(asdict(result.usage), allow_nan=False))
         assert 0 < usage.pop("ttft_s") < 5
-        assert 0 < usage.pop("itl_s") < 5
+        assert 0 < usage["itl_s"] < 5
+        assert usage.pop("between_commits_s") == usage.pop("itl_s")  # each commit is one token
         assert usage.pop("tokens_per_s") > 1
         assert usage == {
             "prompt_tokens": given,
@@ -330,6 +331,9 @@ def test_usage():
             "kv_bytes": 8 * 128,
             "kv_bytes_used": 8 * (given + 8),
             "backend": "scripted",
+            "tokens_per_call": 1.0,
+            "decoding": {},
+            "dtype": "float32",
         }
 
 

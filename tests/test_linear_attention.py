@@ -14,6 +14,7 @@ from torch import Tensor
 
 from constate.core.cache import Cache
 from constate.core.feature_maps import taylor
+from constate.core.linear import Linear
 from constate.core.mixer import Call
 from constate.core.model import Model
 from constate.core.norms import RMSNorm
@@ -153,7 +154,7 @@ def test_normalised_outputs_are_means_of_values(feature_map: str, backend: str) 
     mixer.in_proj.weight[-15:] = 0
     mixer.in_proj.weight[-15:, 0] = torch.randn(15)
     value = mixer.in_proj.weight[-15:, 0]
-    mixer.out_proj = torch.nn.Linear(15, 15, bias=False).requires_grad_(False)
+    mixer.out_proj = Linear(15, 15, bias=False).requires_grad_(False)
     mixer.out_proj.weight.copy_(torch.eye(15))
     y = mixer(x, call_of(backend, 200)).unflatten(-1, (3, 5))
     seen = y.abs().sum(-1) > 0

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from constate.core import checkpoint
 from constate.core.checkpoint import write_json, write_tensors
 from constate.core.weights import export
 from constate.loading import find, load, memory
@@ -94,3 +95,15 @@ def test_what_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert memory.available(torch.device("cpu")) == 123456
     (tmp_path / "max").write_text("max\n")
     assert (memory.available(torch.device("cpu")) or 0) > 1e6
+
+
+def test_a_file_larger_than_this_machine_can_map(stored: tuple[Path, int], monkeypatch: pytest.MonkeyPatch):
+    """Systems differ in whether they map a file that is larger than their memory; this one does not."""
+
+    def refused(path: Path, framework: str) -> Any:
+        raise RuntimeError(f"unable to mmap 98248288520 bytes from file <{path}>: Cannot allocate memory")
+
+    monkeypatch.setattr(checkpoint, "safe_open", refused)
+    folder, count = stored
+    with pytest.raises(ValueError, match=rf"GB, more than .* {count:,} weights, of which 16 bits each are"):
+        load(folder)

@@ -11,12 +11,14 @@ from torch import nn
 
 from constate.core.cache import Cache
 from constate.core.model import Model
+from constate.kernels.dispatch import available
 from constate.spans import Spans
 from constate.ssm.mamba import Mamba, MambaSpec
 from tests.kernels.memory import peak_bytes
 from tests.models import FULL_ATTENTION, MODELS, make, tokens
 
 CONSTANT = tuple(name for name, entry in MODELS.items() if not entry.slope)
+BACKENDS = [row.backend for row in available("cpu") if row.here and row.backend != "reference"]
 PIECE = 256
 
 
@@ -45,11 +47,12 @@ def in_pieces(model: Model, n: int) -> tuple[int, Cache]:
     return peak_bytes(run), kept[0]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_one_shot_is_linear_with_a_small_constant(name: str) -> None:
+def test_one_shot_is_linear_with_a_small_constant(name: str, backend: str) -> None:
     """Case G2: no T x T tensor, no temporary a token for ever: peak <= a + b T."""
-    model = make(name, "torch")
-    lengths = (2048, 4096) if name in FULL_ATTENTION else (2048, 4096, 16384)
+    model = make(name, backend)
+    lengths = (2048, 4096) if name in FULL_ATTENTION or backend == "native" else (2048, 4096, 16384)
     peaks = [one_shot(model, n) for n in lengths]
     assert peaks[1] / peaks[0] <= 2.2, f"2k and 4k tokens: {peaks}"
     per_token = (peaks[-1] - peaks[0]) / (lengths[-1] - lengths[0])

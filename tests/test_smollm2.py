@@ -106,7 +106,8 @@ def test_it_predicts_better_than_every_tiny_model(model: Model):
     tokens = torch.tensor(model.tokenizer.encode(book).ids)
     score = bits_per_byte(model, tokens, len(book.encode()), window=512, every=1 + len(tokens) // 1024)
     tiny = [json.loads(path.read_text()) for path in sorted(ZOO.glob("*/quality.json"))]
-    best = min(each["held_out"]["Northanger Abbey"]["bits_per_byte"] for each in tiny)
+    held_out = [each["held_out"]["Northanger Abbey"] for each in tiny]
+    best = min(each["bits_per_byte"] for each in held_out if "bits_per_byte" in each)  # others are bounds
     assert score < best - 0.2
 
 

@@ -26,10 +26,12 @@ OUTPUT, STATE = 1e-4, 5e-5  # bounds: of max(1, largest output), of the largest 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op; the tensors among its arguments are copied before each run."""
+    """One call of an op, and where it has another form, a call of that; the tensors among the arguments are
+    copied before each run."""
 
     args: tuple[Any, ...]
     options: Mapping[str, Any]
+    other: Case | None = None
 
     def run(self, op: Callable[..., Any]) -> list[Tensor]:
         """What the op returns, then its tensor arguments as it left them: in that way a state updated in
@@ -37,7 +39,8 @@ class Case:
         args = [a.clone() if isinstance(a, Tensor) else a for a in self.args]
         returned = op(*args, **self.options)
         outputs = list(returned) if isinstance(returned, tuple) else [returned]
-        return outputs + [a for a in args if isinstance(a, Tensor)]
+        outputs += [a for a in args if isinstance(a, Tensor)]
+        return outputs if self.other is None else outputs + self.other.run(op)
 
 
 def doctor(device: str = "cpu") -> Iterator[dict[str, Any]]:
@@ -106,28 +109,38 @@ def cases(device: str) -> dict[str, Case]:
     held = torch.tensor([3, 1, 30, 12], device=device)
     q, k, v = normal(n, HK, DK), unit(normal(n, HK, DK)), normal(n, H, DV)
     x, dt, z = normal(n, CHANNELS), normal(n, CHANNELS), normal(n, CHANNELS)
-    b, c = normal(n, STATES), normal(n, STATES)
+    b, c, log_a = normal(n, STATES), normal(n, STATES), decays(n, CHANNELS)
     one = slice(0, ROWS)
     linear, delta = (q, k, v, decays(n, H, DK)), (q, k, v, decays(n, H), beta)
+    channels = (*linear, beta)  # the delta rule with a decay a channel
     kappa = unit(normal(n, H, DK))
     low_rank = (*linear, -kappa, kappa * torch.rand(n, H, DK, generator=source).to(device))
     selective = (x, dt, rate, b, c)
     scale = {"scale": DK**-0.5}
     keys, values = normal(context.total, HK, DK), normal(context.total, HK, DV)
     buffers = (normal(ROWS, 32, HK, DK), normal(ROWS, 32, HK, DV))
+    narrow, wide = normal(n, 83), normal(37, 83)  # neither a whole number of groups nor of tiles
+    scales, bias = wide.abs()[:, :2] / 50, normal(37)
+    whole = (wide * 40).round().clamp(-127, 127).to(torch.int8)
     return {
         "gated_linear_scan": Case((*linear, state, spans), scale),
         "gated_linear_step": Case((*(t[one] for t in linear), state), scale),
-        "gated_delta_scan": Case((*delta, state, spans), scale),
-        "gated_delta_step": Case((*(t[one] for t in delta), state), scale),
+        "gated_delta_scan": Case((*delta, state, spans), scale, Case((*channels, state, spans), scale)),
+        "gated_delta_step": Case(
+            (*(t[one] for t in delta), state), scale, Case((*(t[one] for t in channels), state), scale)
+        ),
         "dplr_delta_scan": Case((*low_rank, state, spans), scale),
         "dplr_delta_step": Case((*(t[one] for t in low_rank), state), scale),
         "selective_scan": Case((*selective, hidden, spans), {**parts, "z": z}),
         "selective_step": Case((x[one], dt[one], rate, b[one], c[one], hidden), {**parts, "z": z[one]}),
+        "linear_recurrence_scan": Case((x, log_a, hidden[..., 0], spans), {}),
+        "linear_recurrence_step": Case((x[one], log_a[one], hidden[..., 0]), {}),
         "short_conv": Case((x, *taps, history, spans), {}),
         "short_conv_step": Case((x[one], *taps, history), {}),
         "attention": Case((normal(n, H, DK), keys, values, spans, context), {"window": 11}),
         "attention_step": Case((normal(ROWS, H, DK), *buffers, held, 30), {}),
+        "linear": Case((narrow, whole, bias, scales), {}),
+        "rms_norm": Case((x, taps[1], 1e-5), {"gate": z, "groups": 3, "gate_first": True}),
     }
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -17,17 +18,25 @@ from torch import Tensor
 
 from ..core.architecture import write_config
 from ..core.decode import PIECE
+from ..core.int8 import restored
 from ..core.model import Model
 from ..core.weights import export
 from ..spans import Spans
+from .llamacpp import LlamaCpp
 
 
 class Engine(Protocol):
     """prefill (rows, prompt) int64 from nothing, then step (rows,) int64: logits (rows, vocab), of each
-    row's last token alone."""
+    row's last token alone. `priced` is the model whose cost says what it must read and compute, `dtype` how
+    its weights are stored, `exact` the same engine where it computes in float32 throughout."""
 
     name: str
     backend: str
+    dtype: str
+    priced: Model
+
+    @property
+    def exact(self) -> Engine: ...
 
     def prefill(self, tokens: Tensor) -> Tensor: ...
     def step(self, tokens: Tensor) -> Tensor: ...
@@ -39,7 +48,12 @@ class Ours:
     name = "constate"
 
     def __init__(self, model: Model, room: int):
-        self.model, self.room, self.backend = model, room, model.ops.backend
+        self.model = self.priced = model
+        self.room, self.backend, self.dtype = room, model.ops.backend, model.weight_dtype
+
+    @property
+    def exact(self) -> Engine:
+        return self
 
     def prefill(self, tokens: Tensor) -> Tensor:
         self.cache = self.model.init_cache(tokens.shape[0], tokens.shape[1] + self.room)
@@ -55,14 +69,19 @@ class Ours:
 
 
 class Transformers:
-    """Hugging Face's model of the same config and weights, its torch path, logits of the last token alone."""
+    """Hugging Face's model of the same config and weights, its torch path, logits of the last token alone.
+    Beside weights that it cannot run, or runs at a hundredth of the speed (16 bits on a CPU), it has those of
+    the `source` in float32."""
 
     name = "transformers"
 
-    def __init__(self, model: Model, room: int):
+    def __init__(self, ours: Model, source: Model, room: int):
         import transformers
 
         transformers.logging.set_verbosity_error()  # it would say that it runs in plain torch: so we want it
+        transformers.logging.disable_progress_bar()
+        model = source if ours.device.type == "cpu" or ours.weight_dtype == "int8" else ours
+        self.priced, self.dtype = model, model.weight_dtype
         architecture = model.architecture
         assert architecture is not None
         if architecture.model_type not in transformers.CONFIG_MAPPING:
@@ -75,33 +94,58 @@ class Transformers:
         # JSON knows one kind of number, and transformers is strict about which is meant.
         whole = {f.name for f in fields(Config) if f.type in (int, "int")}
         given = {k: int(v) if k in whole else _plain(v) for k, v in raw.items() if k != "model_type"}
-        config = Config(**given)
-        dtype, device = model.embed.weight.dtype, model.embed.weight.device
-        with torch.random.fork_rng(devices=[]):
-            peer = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-        exported = export(architecture.weights(model.config), dict(model.named_parameters()))
-        missing, unexpected = peer.load_state_dict(exported, strict=False)
-        peer.tie_weights()
-        if unexpected or set(missing) - {"lm_head.weight"}:
-            raise ValueError(f"these weights do not fit transformers' model: {missing} {unexpected}")
-        self.peer: Any = peer
+        config = Config(**{**given, "pad_token_id": 0})  # a default may lie outside this vocabulary
+        dtype, device = model.dtype, model.device
+        exported = export(architecture.weights(model.config), restored(model))
+        Peer: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[Config]
+        with torch.random.fork_rng(devices=[]):  # as from a file, whose names are not always those in memory
+            peer, told = Peer.from_pretrained(
+                None, config=config, state_dict=exported, dtype=dtype, output_loading_info=True
+            )
+        missing = _missing(peer, set(told["missing_keys"]))
+        if told["unexpected_keys"] or told["mismatched_keys"] or missing:
+            raise ValueError(f"these weights do not fit transformers' model: {missing or told}")
+        self.peer: Any = peer.to(device).eval()
         self.backend = f"torch (transformers {transformers.__version__})"
         self.past: dict[str, Any] = {}
+        self.read, self.counts = 0, "position_ids" in signature(peer.forward).parameters
+        self.hands_back = True
+        with torch.no_grad():
+            self.prefill(torch.zeros(1, 1, dtype=torch.int64, device=device))
+        self.hands_back = bool(self.past)
+
+    @property
+    def exact(self) -> Engine:
+        return self
 
     def prefill(self, tokens: Tensor) -> Tensor:
-        return self._call(tokens, {})
+        from transformers import DynamicCache
+
+        self.read = 0  # one that makes a cache and keeps it to itself is given one to fill
+        own = {} if self.hands_back else {"past_key_values": DynamicCache(config=self.peer.config)}
+        return self._call(tokens, own)
 
     def step(self, tokens: Tensor) -> Tensor:
         return self._call(tokens.unsqueeze(1), self.past)
 
     def _call(self, tokens: Tensor, past: Mapping[str, Any]) -> Tensor:
+        if self.counts:  # said aloud: a hybrid may look for them in a layer that has none
+            rows, new = tokens.shape
+            ids = torch.arange(self.read, self.read + new, device=tokens.device).expand(rows, -1)
+            past = {**past, "position_ids": ids}
+            self.read += new
         out = self.peer(tokens, use_cache=True, logits_to_keep=1, **past)
-        key = "cache_params" if getattr(out, "cache_params", None) is not None else "past_key_values"
-        self.past = {key: getattr(out, key)}
+        kept = {**past, **out}
+        self.past = {key: kept[key] for key in ("cache_params", "past_key_values") if key in kept}
         return out.logits[:, -1].float()
 
 
-PEERS: Mapping[str, Callable[[Model, int], Engine]] = {"transformers": Transformers}
+PEERS: Mapping[str, Callable[[Model, Model, int], Engine]] = {
+    "transformers": Transformers,
+    "llama.cpp": LlamaCpp,
+}
+"""Each is made of our model, the same weights in float32, and how many tokens will be written."""
+DERIVED = ("slope_rate", "_decay")  # what a file may leave out, since the config says it
 OPTIONAL = ("fla", "mamba_ssm", "causal_conv1d")
 
 
@@ -120,6 +164,15 @@ def plain_peers() -> Iterator[None]:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+
+
+def _missing(peer: torch.nn.Module, names: set[str]) -> set[str]:
+    """Of `names`, which the file did not have, those that are no second name of what it had."""
+    tied: dict[int, set[str]] = {}
+    for name, p in peer.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(p), set()).add(name)
+    filled = set[str]().union(*(group for group in tied.values() if group - names))
+    return {name for name in names - filled if not name.endswith(DERIVED)}
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.model import Model
+from .decoding import one_by_one
 
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -36,14 +37,19 @@ NEW = 4  # tokens written after the prompt: enough to pass through the step ops
 
 
 def memory(
-    model: Model, name: str, lengths: Sequence[int], rows: int = 1, **load: str
+    model: Model, name: str, lengths: Sequence[int], rows: int = 1, **load: str | None
 ) -> Iterator[dict[str, Any]]:
     """A row for each length, with the keys of `bench memory`, each measured in a fresh process.
 
-    `name` and `load` (device, dtype, backend, state_dtype) are what `model` was loaded with: the child
-    loads it again, or draws a named shape at random. Raises ValueError for a length or rows below 1, and
-    with the child's last line where it failed (memory that did not suffice, say).
+    `name` and `load` (device, dtype, weights, backend, state_dtype) are what `model` was loaded with: the
+    child loads it again, or draws a named shape at random. Raises ValueError for a length or rows below 1,
+    and with the child's last line where it failed (memory that did not suffice, say).
     """
+    if not one_by_one(model):
+        raise ValueError(
+            f"{name} decides its tokens in any order, and what it holds depends on its plan more than on the "
+            "length: memory against length is measured for models that write one token after another"
+        )
     if min(rows, *lengths) < 1:
         raise ValueError(f"lengths {list(lengths)}, rows {rows}: at least 1 each")
     for length in lengths:
@@ -57,7 +63,7 @@ def memory(
                 RUNS // 2
             ],
             "backend": model.ops.backend,
-            "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
+            "dtype": model.weight_dtype,
         }
 
 

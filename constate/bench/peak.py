@@ -65,7 +65,7 @@ class Allocated:
 def measure(name: str, length: int, rows: int, new: int, load_options: dict[str, Any]) -> dict[str, Any]:
     """`measured_peak_bytes` and what it is made of, for a prompt of `length` tokens a row."""
     model = random_model(name, **load_options) if name in SHAPES else load(name, **load_options)
-    device = str(model.embed.weight.device)
+    device = str(model.device)
     tokens = (torch.arange(rows * length, device=device) * 7919 % model.vocab).view(rows, length)
     with torch.inference_mode():
         warm = torch.arange(rows * WARM, device=device) % model.vocab

@@ -1,4 +1,5 @@
-"""Published shapes by name, with random weights: for timing, where only the shape matters.
+"""Shapes by name, published ones and medium ones of the hybrids, with random weights: for timing, where only
+the shape matters.
 
 Knows the config.json of each and how to fill a model with random numbers; downloads nothing.
 """
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 
 from ..core.architecture import read_config
+from ..core.int8 import stores_int8, to_int8
 from ..core.model import Model
 from ..kernels.dispatch import select
 from ..loading import DTYPES, find
+from .hybrids import HYBRIDS
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     # state-spaces/mamba-130m
@@ -54,6 +57,36 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 100000.0,
         "tie_word_embeddings": True,
     },
+    # LLaDA's layers at the size of the others; published are only larger ones
+    "llada-130m": {
+        "model_type": "llada",
+        "vocab_size": 32000,
+        "d_model": 768,
+        "n_layers": 12,
+        "n_heads": 12,
+        "mlp_hidden_size": 2048,
+        "max_sequence_length": 4096,
+        "mask_token_id": 31999,
+    },
+    # Qwen3-Next's layers without experts: gated DeltaNet, and attention in one layer of four
+    "gated-delta-144m": {
+        "model_type": "qwen3_next",
+        "vocab_size": 50280,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 0,
+        "mlp_only_layers": tuple(range(12)),
+        "tie_word_embeddings": True,
+    },
+    **HYBRIDS,
 }
 
 
@@ -64,6 +97,7 @@ def random_model(
     dtype: str = "float32",
     backend: str = "auto",
     state_dtype: str = "float32",
+    weights: str | None = None,
     seed: int = 0,
 ) -> Model:
     """A model of a named shape, or of a config.json's content, with random weights, without a tokenizer.
@@ -76,6 +110,7 @@ def random_model(
     raw = SHAPES[shape] if isinstance(shape, str) else shape
     if unknown := {dtype, state_dtype} - DTYPES.keys():
         raise ValueError(f"dtype {', '.join(unknown)} is not known; one of {', '.join(DTYPES)} is wanted")
+    narrow = stores_int8(weights, DTYPES[dtype])
     architecture = find(raw["model_type"]).architecture
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -88,4 +123,5 @@ def random_model(
         select(backend, device),
         DTYPES[state_dtype],
     )
-    return model.to_dtype(DTYPES[dtype]).to(device).requires_grad_(False).eval()
+    model = model.to_dtype(DTYPES[dtype]).to(device).requires_grad_(False).eval()
+    return to_int8(model) if narrow else model

@@ -7,7 +7,7 @@ model's own price; prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..core.model import Model
+from ..diffusion_lm.plan import Plan
+from .decoding import decoded, one_by_one
 from .engines import PEERS, Engine, Ours, plain_peers
 from .machine import Machine, measure, timed
 
@@ -44,6 +46,9 @@ def speed(
     against: Sequence[str] = (),
     rounds: int = 3,
     check: bool = False,
+    source: Model | None = None,
+    refused: Callable[[str, ValueError], None] | None = None,
+    plan: Plan | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each engine and number of rows, ours first, with the keys of `bench speed`.
 
@@ -51,19 +56,42 @@ def speed(
     decode step must move by `model.cost`, per row; `bandwidth_fraction` and `flops_fraction` are that and
     the prefill's FLOPs a second over what this machine was measured to do at the start. `prefill_ratio`
     and `decode_ratio`: how many times as long as ours this engine takes, the median of the rounds' own
-    ratios. `check` compares logits and greedy tokens before anything is timed. Raises ValueError for a
-    peer that is not known or cannot hold this model, and Disagreement.
+    ratios. `model_calls` after the prompt's, `tokens_per_call` and `between_commits_s` are for comparison
+    with models that decide several tokens a call; those are decoded by `plan` (see decoding.py), which
+    others refuse. `check` compares logits and greedy tokens before anything is timed. `source` is the same
+    model in float32, which peers are made from where `model` is not. A peer that cannot hold the model is
+    told to `refused`, where there is one, and left out. Raises ValueError for a peer that is not known or
+    cannot hold this model, and Disagreement.
     """
     if min(prompt, new, rounds, *rows) < 1:
         raise ValueError(f"prompt {prompt}, new {new}, rows {list(rows)}, rounds {rounds}: at least 1 each")
     if unknown := [peer for peer in against if peer not in PEERS]:
         raise ValueError(f"--against {unknown[0]!r} is not known; known are {', '.join(PEERS)}")
-    if check and model.embed.weight.dtype != torch.float32:
+    if not one_by_one(model):
+        if against or check:
+            raise ValueError(
+                f"{name} decides its tokens in any order, and no peer is set beside such a model: leave "
+                "--against and --check out"
+            )
+        yield from decoded(model, name, plan or Plan(), prompt, new, rows, rounds)
+        return
+    if plan is not None:
+        raise ValueError(
+            f"{name} writes one token after another: policy, steps, block and cache mean nothing"
+        )
+    if check and model.weight_dtype != "float32":
         raise ValueError(
             "--check holds float32 engines to 1e-4; in a narrower dtype each rounds in its own way"
         )
     with plain_peers():
-        engines: list[Engine] = [Ours(model, new), *(PEERS[peer](model, new) for peer in against)]
+        engines: list[Engine] = [Ours(model, new)]
+        for peer in against:
+            try:
+                engines.append(PEERS[peer](model, source or model, new))
+            except ValueError as error:
+                if refused is None:
+                    raise
+                refused(peer, error)
         yield from _speed(model, name, engines, prompt, new, rows, rounds, check)
 
 
@@ -77,14 +105,14 @@ def _speed(
     rounds: int,
     check: bool,
 ) -> Iterator[dict[str, Any]]:
-    weight = model.embed.weight
-    machine = measure(str(weight.device), weight.dtype)
+    # A CPU computes in float32, whatever the weights are stored as.
+    machine = measure(str(model.device), torch.float32 if model.device.type == "cpu" else model.dtype)
     for count in rows:
         source = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, model.vocab, (count, prompt), generator=source).to(weight.device)
+        tokens = torch.randint(0, model.vocab, (count, prompt), generator=source).to(model.device)
         with torch.inference_mode():
             for engine in engines[1:] if check else ():
-                compare(engines[0], engine, tokens, new)
+                compare(engines[0], engine.exact, tokens, new)
             for engine in engines:  # warm up: threads, buffers, whatever is compiled on first use
                 run(engine, tokens[:, : min(64, prompt)], 2)
             runs = [[run(engine, tokens, new) for engine in engines] for _ in range(rounds)]
@@ -100,11 +128,16 @@ def _speed(
                 "rows": count,
                 "prompt": prompt,
                 "new": new,
-                **rates(model, mine, count, prompt, new, machine),
+                **rates(engine.priced, mine, count, prompt, new, machine),
                 **ratios,
                 "backend": engine.backend,
-                "dtype": str(weight.dtype).removeprefix("torch."),
+                "dtype": engine.dtype,
                 "threads": torch.get_num_threads(),
+                "model_calls": new,
+                "tokens_per_call": 1.0,
+                "between_commits_s": mine.itl,
+                "decoding": None,
+                "cache_differs": None,
             }
 
 

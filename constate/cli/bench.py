@@ -9,15 +9,22 @@ import typer
 
 from .options import (
     Backend,
+    BlockSize,
+    CacheWay,
     Device,
     Dtype,
     Json,
     Models,
+    Policy,
+    Refresh,
     Shapes,
     StateDtype,
+    Steps,
     Threads,
+    Weights,
     count,
     counts,
+    given,
     names,
     targets,
 )
@@ -34,7 +41,8 @@ MEMORY = (
 )
 SPEED = (
     *("model", "engine", "rows", "ttft_s", "itl_s", "prefill_tokens_per_s", "decode_tokens_per_s"),
-    *("bytes_per_token", "bandwidth_fraction", "flops_fraction", "prefill_ratio", "decode_ratio", "dtype"),
+    *("bytes_per_token", "bandwidth_fraction", "flops_fraction", "prefill_ratio", "decode_ratio"),
+    *("tokens_per_call", "between_commits_s", "decoding", "dtype"),
 )
 
 Lengths = Annotated[str, typer.Option(metavar="N,N,...", help="Tokens of prompt a row, such as 1k,16k.")]
@@ -44,7 +52,16 @@ Prompt = Annotated[int, typer.Option(parser=count, metavar="N", help="Tokens of 
 New = Annotated[int, typer.Option(parser=count, metavar="N", help="Tokens written after it.")]
 Rounds = Annotated[int, typer.Option(parser=count, metavar="N", help="Turns that each engine takes.")]
 Against = Annotated[
-    str | None, typer.Option(metavar="PEER,PEER", help="Peers with the same weights: transformers.")
+    str | None,
+    typer.Option(metavar="PEER,PEER", help="Peers with the same weights: transformers, llama.cpp."),
+]
+Formats = Annotated[
+    str | None,
+    typer.Option(
+        metavar="F,F",
+        help="Measure each of float32, bfloat16, int8 in turn, in place of --dtype and --weights; peers run "
+        "what they run fastest (transformers float32, llama.cpp F32 or, beside int8, Q8_0).",
+    ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Compare logits and greedy tokens before timing.")]
 
@@ -56,6 +73,7 @@ def memory(
     lengths: Lengths = "1k,4k,16k",
     rows: Row = 1,
     dtype: Dtype = "float32",
+    weights: Weights = None,
     state_dtype: StateDtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
@@ -67,6 +85,7 @@ def memory(
     wanted = counts(lengths)
     options: dict[str, Any] = {
         "dtype": dtype,
+        "weights": weights,
         "state_dtype": state_dtype,
         "device": device,
         "backend": backend,
@@ -90,7 +109,14 @@ def speed(
     rounds: Rounds = 3,
     check: Check = False,
     threads: Threads = None,
+    policy: Policy = None,
+    steps: Steps = None,
+    block: BlockSize = None,
+    cache: CacheWay = None,
+    refresh: Refresh = None,
     dtype: Dtype = "float32",
+    weights: Weights = None,
+    formats: Formats = None,
     state_dtype: StateDtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
@@ -99,26 +125,41 @@ def speed(
     """Time to first token, time per token and throughput, against peers on the same weights."""
     import torch
 
+    from ..bench.decoding import one_by_one
     from ..bench.speed import Disagreement
     from ..bench.speed import speed as measure
+    from ..diffusion_lm.plan import Plan
     from .output import say
 
     if threads is not None:
         torch.set_num_threads(threads)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "state_dtype": state_dtype,
-        "device": device,
-        "backend": backend,
-    }
-    batch, peers = counts(rows), names(against)
+    shared: dict[str, Any] = {"state_dtype": state_dtype, "device": device, "backend": backend}
+    stored = [_stored(name) for name in names(formats)] or [{"dtype": dtype, "weights": weights}]
+    batch, peers, wanted = counts(rows), names(against), targets(model, shape)
+    planned = given(policy=policy, steps=steps, block=block, cache=cache, refresh=refresh)
+    plan = Plan(**planned) if planned else None
+    timed: dict[str, Any] = {"prompt": prompt, "new": new, "rows": batch, "rounds": rounds, "against": peers}
+
+    def left_out(peer: str, error: ValueError) -> None:
+        say(f"constate: {peer} is left out: {error}")
 
     def points() -> Iterator[dict[str, Any]]:
-        for name, is_shape in targets(model, shape):
-            built = _model(name, is_shape, options)
-            yield from measure(
-                built, name, prompt=prompt, new=new, rows=batch, against=peers, rounds=rounds, check=check
-            )
+        for name, is_shape in wanted:
+            for how in stored:
+                built, exact = _model(name, is_shape, {**shared, **how}), how == _stored("float32")
+                plain = {**shared, **_stored("float32")}
+                # Beside others a plan is for those that heed one; `decoding` says which. A lone model
+                # refuses it.
+                heeds = len(wanted) == 1 or not one_by_one(built)
+                yield from measure(
+                    built,
+                    name,
+                    **timed,
+                    check=check and (exact or not formats),
+                    plan=plan if heeds else None,
+                    source=None if exact or not peers else _model(name, is_shape, plain),
+                    refused=left_out if len(wanted) > 1 else None,
+                )
 
     try:
         show(points(), as_json, SPEED, f"prompt {prompt}, new {new}, medians of {rounds} rounds in turn")
@@ -126,6 +167,11 @@ def speed(
         say(f"constate: {error}")
         return 1
     return 0
+
+
+def _stored(name: str) -> dict[str, str | None]:
+    """What `load` takes for a format's name."""
+    return {"dtype": "float32", "weights": "int8"} if name == "int8" else {"dtype": name, "weights": None}
 
 
 def _model(name: str, is_shape: bool, options: dict[str, Any]) -> Model:

@@ -10,7 +10,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import DEFAULT_MODEL, Backend, Device, Dtype, Json, Model, StateDtype, count
+from .options import (
+    DEFAULT_MODEL,
+    Backend,
+    BlockSize,
+    Blur,
+    Bound,
+    CacheWay,
+    Confidence,
+    Device,
+    Dtype,
+    Ends,
+    Guidance,
+    Json,
+    Least,
+    Model,
+    Policy,
+    Refresh,
+    StateDtype,
+    Steps,
+    Threshold,
+    Weights,
+    count,
+    given,
+)
 from .output import emit, say, seconds, size
 
 if TYPE_CHECKING:
@@ -29,6 +52,10 @@ Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End there;
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Write on past an end-of-text token.")]
 Logprobs = Annotated[bool, typer.Option("--logprobs", help="With --json: each token's log-probability.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")]
+Infill = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Text to the right of what is written: once for all prompts, or each."),
+]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Store the state after the last token.")]
 Load = Annotated[Path | None, typer.Option(metavar="FILE", help="Go on from a stored state.")]
 From = Annotated[
@@ -54,7 +81,21 @@ def generate(
     chat: Chat = False,
     save_state: Save = None,
     load_state: Load = None,
+    infill: Infill = None,
+    policy: Policy = None,
+    steps: Steps = None,
+    block: BlockSize = None,
+    threshold: Threshold = None,
+    entropy_bound: Bound = None,
+    confidence: Confidence = None,
+    order_noise: Blur = None,
+    cache: CacheWay = None,
+    refresh: Refresh = None,
+    guidance: Guidance = None,
+    eos: Ends = None,
+    min_new_tokens: Least = None,
     dtype: Dtype = "float32",
+    weights: Weights = None,
     state_dtype: StateDtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
@@ -63,7 +104,7 @@ def generate(
     """Write text after each PROMPT. Several are one batch, and each gets the text it would get alone."""
     if logprobs and not as_json:
         raise ValueError("--logprobs has nowhere to go in plain text: add --json")
-    given = _prompts(prompts or [], file, load_state)
+    texts = _prompts(prompts or [], file, load_state)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -78,25 +119,29 @@ def generate(
         "chat": chat,
         "save_state": save_state,
         "load_state": load_state,
+        **given(infill=infill[0] if infill and len(infill) == 1 else infill or None),
+        **given(policy=policy, steps=steps, block=block, threshold=threshold, entropy_bound=entropy_bound),
+        **given(confidence=confidence, order_noise=order_noise, cache=cache, refresh=refresh),
+        **given(guidance=guidance, eos=eos, min_new_tokens=min_new_tokens),
     }
     from ..generation import generate as write
     from ..generation import stream
     from ..loading import load
 
-    loaded = load(model, device, dtype, backend, state_dtype)
+    loaded = load(model, device, dtype, backend, state_dtype, weights)
     if as_json:
-        for result in write(loaded, given, **options):
+        for result in write(loaded, texts, **options):
             emit(record(model, result, logprobs))
-    elif len(given) * n == 1:
+    elif len(texts) * n == 1:
         done = None
-        for event in stream(loaded, given, **options):
+        for event in stream(loaded, texts, **options):
             print(event.text, end="", flush=True)
             done = event.result or done
         print()
         if done is not None:
             say(summary(model, [done]))
     else:
-        results = write(loaded, given, **options)
+        results = write(loaded, texts, **options)
         for i, result in enumerate(results):
             sample = f" · sample {i % n + 1} of {n}" if n > 1 else ""
             print(f"── {' '.join(str(result.prompt).split())}{sample}", result.text, "", sep="\n")
@@ -117,6 +162,9 @@ def summary(model: str, results: Sequence[Result]) -> str:
     kinds = ("state", "conv", "kv")
     held = {kind: sum(getattr(usage, f"{kind}_bytes") for usage in used) for kind in kinds}
     parts = [model, used[0].backend, f"{new} tokens"]
+    if used[0].decoding:
+        calls = max(usage.model_calls for usage in used)
+        parts.append(f"{calls} calls ({', '.join(f'{k} {v}' for k, v in used[0].decoding.items())})")
     if used[0].ttft_s is not None:
         parts.append(f"first after {seconds(used[0].ttft_s)}")
     if used[0].itl_s is not None:

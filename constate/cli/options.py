@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,17 +50,72 @@ Shapes = Annotated[
     typer.Option(
         "--shape",
         metavar="NAME",
-        help="A published shape with random weights: mamba-130m, mamba2-130m, llama-135m.",
+        help="A shape with random weights: mamba-130m, mamba2-130m, llama-135m, llada-130m, a medium size of "
+        "a hybrid such as jamba-medium, or hybrids for all ten of those.",
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16.")]
+Weights = Annotated[
+    str | None, typer.Option(help="int8: matrices in 8 bits, activations float32; gates stay exact.")
+]
 StateDtype = Annotated[str, typer.Option(help="Of recurrent state: float32, bfloat16, float16.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
 Backend = Annotated[str, typer.Option(help="auto, reference, torch, native, triton.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; as PyTorch picks them by default.")]
 
+# Of masked diffusion models; what each means is told in diffusion_lm/plan.py.
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="Masked diffusion: which places are unmasked first. confidence, margin, entropy, random, "
+        "ancestral, threshold, entropy_bound, remask."
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option(parser=count, metavar="N", help="Model calls for the output; one a token.")
+]
+BlockSize = Annotated[
+    int | None, typer.Option("--block", parser=count, metavar="N", help="Places filled at a time, in turn.")
+]
+Threshold = Annotated[
+    float | None, typer.Option(help="Policy threshold: unmask what is at least this probable.")
+]
+Bound = Annotated[
+    float | None, typer.Option("--entropy-bound", help="Policy entropy_bound: nats unmasked together.")
+]
+Confidence = Annotated[
+    str | None, typer.Option(help="clean, or tempered: certainty measured after temperature, top-k, top-p.")
+]
+Blur = Annotated[
+    float | None, typer.Option("--order-noise", help="Noise on the order of confidence, margin, entropy.")
+]
+CacheWay = Annotated[
+    str | None,
+    typer.Option("--cache", help="none; exact (block models); approximate: prefix, dual, delayed."),
+]
+Refresh = Annotated[
+    int | None, typer.Option(parser=count, metavar="N", help="Approximate caches: made anew every N calls.")
+]
+Guidance = Annotated[float | None, typer.Option(help="Classifier-free guidance; 0: none.")]
+Ends = Annotated[
+    str | None, typer.Option("--eos", help="End-of-text tokens: any, late (unmasked last) or never.")
+]
+Least = Annotated[
+    int | None, typer.Option("--min-new-tokens", parser=count, metavar="N", help="No end of text before.")
+]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: those that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
 
 def targets(models: Sequence[str] | None, shapes: Sequence[str] | None) -> list[tuple[str, bool]]:
-    """What to measure: (name, whether it is a shape), in the order models, shapes."""
-    found = [(name, False) for name in models or ()] + [(name, True) for name in shapes or ()]
+    """What to measure: (name, whether it is a shape), in the order models, shapes; the shape "hybrids" is one
+    of each hybrid."""
+    from ..bench.hybrids import HYBRIDS
+
+    found = [(name, False) for name in models or ()]
+    for name in shapes or ():
+        found += [(each, True) for each in (HYBRIDS if name == "hybrids" else (name,))]
     return found or [(DEFAULT_MODEL, False)]

@@ -12,7 +12,7 @@ from .output import emit, say
 
 Recipe = Annotated[
     str,
-    typer.Argument(help="hybrid, mamba2 ...; or mixers, one a layer, with commas between; or a .json file."),
+    typer.Argument(help="hybrid, mdlm ...; or mixers, one a layer, with commas between; or a .json file."),
 ]
 Text = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8, in place of the novels.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the checkpoint goes.")]
@@ -35,6 +35,8 @@ def train(
             emit(row)
             continue
         held = f"  held out {row['held_out_bpb']:.3f}" if "held_out_bpb" in row else ""
+        if "held_out_bpb_bound" in row:
+            held = f"  held out at most {row['held_out_bpb_bound']:.3f}"
         line = f"step {row['step']:>6,}  tokens {row['tokens']:>10,}  loss {row['loss']:.3f}"
         print(f"{line}  bits per byte {row['bpb']:.3f}{held}", flush=True)
     say(f'done: constate generate --model {out} "She"')

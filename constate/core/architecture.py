@@ -35,18 +35,24 @@ _IGNORED: Mapping[str, str] = {
         bad_words_ids tokenizer_class""",
     "how the weights were first drawn": """
         initializer_range initializer_cutoff_factor init_std rescale_prenorm_residual time_step_min
-        time_step_max time_step_floor time_step_init_scheme time_step_scale""",
+        time_step_max time_step_floor time_step_init_scheme time_step_scale w_init_variance_scale
+        final_w_init_variance_scale""",
     "read in training alone": """
         attention_dropout attn_dropout attn_pdrop embd_pdrop resid_pdrop dropout dropout_rate hidden_dropout
         hidden_dropout_prob attention_probs_dropout_prob residual_dropout embedding_dropout
         classifier_dropout gradient_checkpointing problem_type id2label label2id num_labels
-        router_aux_loss_coef output_router_logits fuse_cross_entropy fuse_linear_cross_entropy use_l2warp""",
+        router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux output_router_logits
+        fuse_cross_entropy fuse_linear_cross_entropy use_l2warp""",
     "how the same numbers are computed": """
-        use_cache chunk_size pretraining_tp use_flash_attention use_mamba_kernels use_mambapy
-        use_associative_scan attn_mode fuse_norm fuse_swiglu torchscript use_bfloat16 return_dict
-        output_attentions output_hidden_states""",
+        use_cache cache_implementation ep_size chunk_size pretraining_tp use_flash_attention
+        use_mamba_kernels use_mambapy use_associative_scan mamba_chunk_size use_mem_eff_path
+        num_logits_to_keep calc_logits_for_entire_prompt attn_mode fuse_norm fuse_swiglu torchscript
+        use_bfloat16 return_dict output_attentions output_hidden_states mamba_ssm_cache_dtype
+        moe_shared_expert_overlap""",
+    "layers that guess several tokens ahead, which one token at a time does not read": """
+        num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern""",
     "what training saw (a rotary scaling that reads it declares it), and a rank that only some read": """
-        max_position_embeddings time_step_rank""",
+        max_position_embeddings model_max_length time_step_rank""",
     "advice to a sampler": """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
         temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
@@ -61,6 +67,7 @@ NEUTRAL: Mapping[str, Any] = {
     "mlp_bias": False,
     "use_bias": False,
     "qkv_bias": False,
+    "mamba_proj_bias": False,
     "add_cross_attention": False,
     "is_decoder": False,
     "is_encoder_decoder": False,
@@ -146,6 +153,8 @@ def read_config(cls: type[C], raw: Mapping[str, Any]) -> C:
             faults.append(f"{key} = {value!r} is not understood{hint}")
         elif value != NEUTRAL[key]:
             faults.append(f"{key} = {value!r} is not supported; only {NEUTRAL[key]!r} is")
+    empty = [key for key in ("vocab_size", "hidden_size") if values.get(key) == 0]
+    faults += [f"{key}: 0 where at least 1 is wanted" for key in empty]
     required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in values and name not in raw]:
         faults.append(f"missing: {', '.join(missing)}")

@@ -8,24 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..spans import Spans
-from .cost import Cost, causal_pairs, matmul, read_weights
+from .cost import Cost, matmul, read_weights, seen_pairs
+from .linear import Linear
 from .mixer import Call, Mixer
 from .norms import RMSNorm
 from .rotary import Rotary
 from .state import KV, State, Window
 
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """heads query heads share kv_heads key/value heads of head_dim channels; `window` W lets a token see
-    itself and the W - 1 before it; `rope` is a rope_parameters mapping, None for no position at all;
-    `qk_norm` norms each head's query and key before they are rotated, as Qwen3 does."""
+    itself and the W - 1 before it; `block` B the rest of its block of B tokens too, counted from the row's
+    start, and None the whole row; `rope` is a rope_parameters mapping, None for no position at all;
+    `qk_norm` norms each head's query and key before they are rotated, as Qwen3 does; `scale` multiplies
+    the products of queries and keys (None: head_dim ** -0.5); `norm_offset` is that of q's and k's norm.
+    `gate` lets a sigmoid of x weigh each channel of the output before it is projected, as Qwen3-Next does.
+    `kv_from` names the layer whose keys and values are read in place of own ones (core/cross_layer.py)."""
 
     heads: int
     head_dim: int
@@ -36,31 +44,45 @@ class AttentionSpec:
     bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    block: int | None = 1
     norm_eps: float = 1e-5
+    scale: float | None = None
+    norm_offset: float = 0.0
+    gate: bool = False
+    kv_from: int | None = None
 
 
 class Attention(Mixer):
-    """Multi-head attention with grouped key/value heads (Ainslie et al., 2305.13245)."""
+    """Multi-head attention with grouped key/value heads (Ainslie et al., 2305.13245). It reads d channels
+    and leaves `d_out` of them (None: as many). With `lends`, a layer's number, it leaves its keys and values
+    in call.shared["kv", lends] for layers that read them: packed, with their spans, or in a step as held."""
 
-    def __init__(self, d: int, spec: AttentionSpec):
+    lends: int | None = None
+
+    def __init__(self, d: int, spec: AttentionSpec, d_out: int | None = None):
         super().__init__()
         self.h, self.hk, self.dim = spec.heads, spec.kv_heads or spec.heads, spec.head_dim
-        self.window = spec.window
+        self.window, self.block, self.scale = spec.window, spec.block, spec.scale
         if self.h % self.hk:
             raise ValueError(f"{self.h} query heads cannot share {self.hk} key/value heads evenly")
         if spec.window is not None and spec.window < 1:
             raise ValueError(f"window {spec.window}: at least 1 is wanted, or none for full attention")
+        if spec.block is not None and spec.block < 1:
+            raise ValueError(f"block {spec.block}: at least 1 is wanted, or none for the whole row")
+        if spec.window is not None and spec.block != 1:
+            raise ValueError(f"window {spec.window} with block {spec.block}: a window looks back alone")
         self.rotary = None
         if spec.rope is not None:
             self.rotary = Rotary.of(spec.rope, spec.head_dim, spec.max_positions)
-        self.qkv = nn.Linear(d, (self.h + 2 * self.hk) * self.dim, bias=spec.bias)
-        self.out = nn.Linear(self.h * self.dim, d, bias=spec.out_bias)
-        self.q_norm = RMSNorm(self.dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(self.dim, spec.norm_eps) if spec.qk_norm else None
+        self.qkv = Linear(d, (self.h + 2 * self.hk) * self.dim, bias=spec.bias)
+        self.out = Linear(self.h * self.dim, d_out or d, bias=spec.out_bias)
+        self.gate = Linear(d, self.h * self.dim, bias=spec.bias) if spec.gate else None
+        self.q_norm = RMSNorm(self.dim, spec.norm_eps, offset=spec.norm_offset) if spec.qk_norm else None
+        self.k_norm = RMSNorm(self.dim, spec.norm_eps, offset=spec.norm_offset) if spec.qk_norm else None
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
         held = (rows, self.window or capacity, self.hk, self.dim)
-        k, v = (self.qkv.weight.new_zeros(held, requires_grad=False) for _ in "kv")
+        k, v = (self.like.new_zeros(held, requires_grad=False) for _ in "kv")
         return KV(k, v) if self.window is None else Window(k, v)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
@@ -70,8 +92,11 @@ class Attention(Mixer):
             k, v, context = absorb(state, k, v, call)
         elif isinstance(state, Window):
             k, v, context = absorb_window(state, k, v, call)
-        o = call.ops.attention(q, k, v, call.spans, context, window=self.window)
-        return self.out(o.flatten(1))
+        if self.lends is not None:
+            call.shared["kv", self.lends] = k, v, context
+        sight = {"window": self.window, "causal": self.block is not None, "block": self.block or 1}
+        o = call.ops.attention(q, k, v, call.spans, context, **sight, scale=self.scale)
+        return self._leave(o, x)
 
     def step(self, x: Tensor, call: Call, state: State) -> Tensor:
         assert isinstance(state, KV | Window)
@@ -79,15 +104,32 @@ class Attention(Mixer):
         place, lengths, longest = places(call, state.k.shape[1])
         state.k.view(-1, *k.shape[1:]).index_copy_(0, place, k)
         state.v.view(-1, *v.shape[1:]).index_copy_(0, place, v)
-        o = call.ops.attention_step(q, state.k, state.v, lengths, longest)
-        return self.out(o.flatten(1))
+        if self.lends is not None:
+            call.shared["kv", self.lends] = state.k, state.v, call.context
+        o = call.ops.attention_step(q, state.k, state.v, lengths, longest, scale=self.scale)
+        return self._leave(o, x)
+
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, KV | Window)
+        qkv, turns, norms = self.qkv.record(tape, x), None, {}
+        if self.rotary is not None:
+            turns = tape.turns(self.rotary.frequencies, self.rotary.factor)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (tape.constant(norm.whole) for norm in (self.q_norm, self.k_norm))
+            norms = {"q_norm": q, "k_norm": k, "eps": self.q_norm.eps}
+        gate = None if self.gate is None else self.gate.record(tape, x)
+        tape.enter(qkv, state.k, state.v, self.h, turns=turns, **norms)
+        if self.lends is not None:
+            tape.shared["kv", self.lends] = state.k, state.v
+        o = tape.attend(qkv, state.k, state.v, self.h, scale=self.scale)
+        return self.out.record(tape, o if gate is None else tape.activate("sigmoid", gate, o))
 
     def cost(self, new: int, past: int) -> Cost:
-        pairs = causal_pairs(new, past, self.window)
-        token = 2 * self.hk * self.dim * self.qkv.weight.element_size()
+        pairs = seen_pairs(new, past, self.window, self.block)
+        token = 2 * self.hk * self.dim * self.like.element_size()
         limit = self.window or past + new
         flops = {
-            "projection": matmul(new, self.qkv.weight, self.out.weight),
+            "projection": matmul(new, *(m for m in (self.qkv, self.out, self.gate) if m is not None)),
             "attention": 4 * pairs * self.h * self.dim,
         }
         written, held = token * min(new, limit), token * min(past + new, limit)
@@ -96,7 +138,7 @@ class Attention(Mixer):
 
     @property
     def like(self) -> Tensor:
-        return self.qkv.weight
+        return self.qkv.like
 
     def _enter(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         qkv = self.qkv(x).unflatten(-1, (-1, self.dim))
@@ -108,6 +150,11 @@ class Attention(Mixer):
             qk = self.rotary.rotate(qk, call)
         q, k = qk.split([self.h, self.hk], dim=1)
         return q, k, v
+
+    def _leave(self, o: Tensor, x: Tensor) -> Tensor:
+        """o (n, h, dim), what attention says of x (n, d)."""
+        o = o.flatten(1)
+        return self.out(o if self.gate is None else o * self.gate(x).sigmoid())
 
 
 def places(call: Call, width: int) -> tuple[Tensor, Tensor, int]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from .checkpoint import whole
 from .state import State, grown, leaf, zip_leaves
+
+if TYPE_CHECKING:
+    from .recording import Recording
 
 FORMAT = "constate.cache.1"
 GRAIN = 64  # a cache that may grow does so in multiples of this many tokens
@@ -39,7 +42,8 @@ class Cache(State):
 
     `lengths[r]` tokens of row r have been absorbed (host); `past` (rows,) int64 is the same on the
     device. `capacity` is how many tokens the growing leaves have room for; `fixed` says that it may not
-    change. `model` is the fingerprint of the model that made it.
+    change. `model` is the fingerprint of the model that made it. `recording` is a decode step prepared for
+    these very tensors, where the backend prepares one; no copy has it.
     """
 
     states: tuple[State, ...]
@@ -48,6 +52,7 @@ class Cache(State):
     fixed: bool
     model: str
     past: Tensor = leaf(None)
+    recording: Recording | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def rows(self) -> int:

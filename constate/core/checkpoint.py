@@ -177,3 +177,18 @@ def _open(path: Path) -> Any:
         why = "it is a Git LFS pointer: run `git lfs pull`" if pointer else "an interrupted download or copy?"
         size = path.stat().st_size
         raise ValueError(f"{path} ({size} bytes) is not a whole safetensors file ({error}); {why}") from error
+    except RuntimeError as error:  # PyTorch's, of a system that maps no file larger than its memory
+        if "mmap" not in str(error):
+            raise
+        stored, count = path.stat().st_size / 1e9, _count(path)
+        raise ValueError(
+            f"{path} is {stored:,.1f} GB, more than this machine maps into memory: {count:,} weights, of "
+            f"which 16 bits each are {2 * count / 1e9:,.1f} GB. More memory is wanted, or shards if those fit"
+        ) from error
+
+
+def _count(path: Path) -> int:
+    """How many numbers a safetensors file holds, by its header, which is not mapped."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(Size(entry["shape"]).numel() for key, entry in header.items() if key != "__metadata__")

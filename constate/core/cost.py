@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,10 @@ def read_weights(*weights: Tensor | None) -> dict[int, int]:
     return {id(w): w.numel() * w.element_size() for w in weights if w is not None}
 
 
-def matmul(new: int, *weights: Tensor) -> int:
-    """FLOPs of `new` rows through each of these matrices."""
-    return sum(2 * new * w.numel() for w in weights)
+def matmul(new: int, *matrices: nn.Linear | Tensor) -> int:
+    """FLOPs of `new` rows through each of these layers, or matrices of whatever shape."""
+    sizes = (m.numel() if isinstance(m, Tensor) else m.in_features * m.out_features for m in matrices)
+    return sum(2 * new * size for size in sizes)
 
 
 def carried(kind: str, nbytes: int, new: int) -> Cost:
@@ -107,8 +108,19 @@ def selective_scan(new: int, c: int, s: int) -> int:
     return 6 * new * c * s
 
 
-def causal_pairs(new: int, past: int, window: int | None = None) -> int:
-    """How many (query, key) pairs `new` tokens after `past` ones see."""
+def recurrence_scan(new: int, c: int) -> int:
+    """Decay 1, write 1 FLOPs a channel of state, token by token."""
+    return 2 * new * c
+
+
+def seen_pairs(new: int, past: int, window: int | None = None, block: int | None = 1) -> int:
+    """How many (query, key) pairs `new` tokens after `past` ones see: each its own place and those before,
+    `window` of them at most, and the rest of its block of `block` places; with None the whole row."""
+    total = past + new
+    if block is None:
+        return new * total
+    if block > 1:
+        return sum(min(total, (p // block + 1) * block) for p in range(past, total))
     if window is None:
         return new * past + new * (new + 1) // 2
     return sum(min(past + i + 1, window) for i in range(new))

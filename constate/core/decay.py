@@ -10,16 +10,30 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from .linear import Linear
 
 
-class DecayProjection(nn.Linear):
+class DecayProjection(Linear):
     """A linear layer to decays: whatever the model's dtype, its bias and what it returns are float32."""
 
     float32: ClassVar[frozenset[str]] = frozenset({"bias"})
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight).float() + self.bias
+        return self.product(input, None).float() + self.bias
+
+
+def softplus_decay(x: Tensor, a_log: Tensor, bias: Tensor) -> Tensor:
+    """-exp(a_log) softplus(x + bias), the log of Mamba-2's decay, in float32."""
+    return -a_log.exp() * F.softplus(x.float() + bias)
+
+
+def bounded_decay(x: Tensor, a_log: Tensor, bias: Tensor, bound: float) -> Tensor:
+    """bound * sigmoid(exp(a_log) (x + bias)), a log of a decay that is never below `bound`, in float32: what
+    Kimi Delta Attention's kernels take where a model was trained for it. No limit of `softplus_decay`: the
+    two differ everywhere, and a model trained with one repeats itself with the other."""
+    return bound * torch.sigmoid(a_log.exp() * (x.float() + bias))
 
 
 def inverse_softplus(x: Tensor) -> Tensor:

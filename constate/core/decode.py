@@ -35,6 +35,8 @@ class Request:
 
     `n` samples share the prompt; sample j draws from seed + j. A continued request adds the ids that its
     starting state has read, `seen` (for the repetition penalty), and how many uniforms it has `drawn`.
+    `after` (given text to the right of what is to be written) and `plan` (in which order) are for decoders
+    that can heed them; others refuse them.
     """
 
     tokens: tuple[int, ...]
@@ -45,12 +47,10 @@ class Request:
     n: int = 1
     seen: frozenset[int] = frozenset()
     drawn: int = 0
+    after: tuple[int, ...] = ()
+    plan: object = None
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            raise ValueError(
-                "a request without tokens: a model writes after something, one token at the least"
-            )
         if self.max_new < 0 or self.n < 1:
             raise ValueError(f"max_new={self.max_new}, n={self.n}: at least 0 tokens and 1 sample are wanted")
 
@@ -62,8 +62,9 @@ class Commit:
     `row` counts samples, request by request. `logprobs` are of the raw distribution, in nats. `finish` is
     set in a row's last commit, which may carry no token: "stop" or "length". `calls` model calls and
     `seconds` of work (the reader's own time is left out) came before it. The last commit also has the
-    bytes `held` for the row ("state", "conv", "kv", and of that "kv_used"), and, where it was asked for,
-    the row's `cache`: it has absorbed every token but the last, which is still to be read.
+    bytes `held` for the row ("state", "conv", "kv", and of that "kv_used"), `how` it was decoded where that
+    is a matter of choice, the row's `end` where places from there on were decided in vain, and, where it
+    was asked for, the row's `cache`: it has absorbed every token but the last, which is still to be read.
     """
 
     row: int
@@ -74,11 +75,14 @@ class Commit:
     calls: int = 0
     seconds: float = 0.0
     held: Mapping[str, int] = field(default_factory=dict)
+    how: Mapping[str, str] = field(default_factory=dict)
+    end: int | None = None
     cache: Cache | None = None
 
 
 class Decode(Protocol):
-    """A way of decoding: what `Architecture.decode` names and generation calls."""
+    """A way of decoding: what `Architecture.decode` names and generation calls. What can be refused without
+    a model call is refused by this call, not by the first commit asked for."""
 
     def __call__(
         self,
@@ -130,11 +134,31 @@ def autoregressive(
     batch at once. A prompt with several samples is read once and then forked.
 
     `cache`: a starting state with a row for each request, in order; it is used up (clone it to keep it).
-    `keep`: hand out each row's final cache in its last commit. Raises ValueError for a cache with other
-    rows, and for whatever the model refuses.
+    `keep`: hand out each row's final cache in its last commit. Raises ValueError at once for a request
+    without tokens or with a plan or text after it, and later for a cache with other rows and whatever the
+    model refuses.
     """
     if piece < 1:
         raise ValueError(f"piece={piece}: a prefill piece has at least one token")
+    for i, request in enumerate(requests):
+        if not request.tokens:
+            raise ValueError(f"prompt {i} is empty: a model writes after something, one token at the least")
+        if request.plan is not None or request.after:
+            raise ValueError(
+                "this model writes one token after another: policy, steps, infill and their like are options "
+                "of masked diffusion models, such as tiny/mdlm"
+            )
+    return _autoregressive(model, requests, finished, cache, keep, piece)
+
+
+def _autoregressive(
+    model: Model,
+    requests: Sequence[Request],
+    finished: Finished,
+    cache: Cache | None,
+    keep: bool,
+    piece: int,
+) -> Iterator[Commit]:
     since, worked, calls = perf_counter(), 0.0, 0
     rows = _rows(requests, keep)
     if rows and cache is None:
@@ -166,9 +190,11 @@ def autoregressive(
                 row.write(token)
             finish = _finish(row, finished)
             seconds = worked + perf_counter() - since
-            held = _held(cache, i) if finish else {}
+            held = held_by(cache, i) if finish else {}
             own = cache.select([i]) if finish and keep else None
-            commits.append(Commit(row.index, places, tokens, logprobs, finish, calls, seconds, held, own))
+            commits.append(
+                Commit(row.index, places, tokens, logprobs, finish, calls, seconds, held, cache=own)
+            )
             if finish:
                 ended.append(i)
         for i in reversed(ended):  # from the end, so that the row that moves into the hole is a live one
@@ -236,7 +262,7 @@ def _finish(row: _Row, finished: Finished) -> str | None:
     return reason or ("length" if len(row.out) >= row.request.max_new else None)
 
 
-def _held(cache: Cache, row: int) -> dict[str, int]:
+def held_by(cache: Cache, row: int) -> dict[str, int]:
     """Bytes that one row holds, by kind, and those of its keys and values that hold tokens."""
     own = cache.map(lambda _, t, __: t[row : row + 1])
     return {**own.bytes(), "kv_used": own.bytes(cache.lengths[row : row + 1])["kv"]}

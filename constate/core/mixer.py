@@ -22,18 +22,21 @@ that look along a sequence read `call.spans`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Ops
 from ..spans import Spans
-from .cost import Cost
+from .cost import Cost, read_weights
 from .state import Nothing, State
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Call:
 
     `spans` packed lengths of the new tokens; `lengths` (host) and `past` (rows,) int64 (device) how many
     tokens each row has absorbed before them; `ops` the kernels that dispatch picked; `layers` the states
-    of all invocations, for a layer that reads another's KV; `shared` what earlier layers leave for later
-    ones of the same call.
+    of all invocations; `shared` what earlier layers leave for later ones of the same call: an embedding, a
+    value, keys and values that are lent; `placed` (n,) where the new tokens stand, if that is not behind
+    those before.
     """
 
     spans: Spans
@@ -52,11 +56,14 @@ class Call:
     past: Tensor
     layers: Sequence[State | None] = ()
     shared: dict[Any, Any] = field(default_factory=dict)
+    placed: Tensor | None = None
 
     @cached_property
     def positions(self) -> Tensor:
         """The place of each new token in its row, (n,) int64."""
         spans = self.spans
+        if self.placed is not None:
+            return self.placed
         if spans.rows == 1:
             start = self.lengths[0]
             return torch.arange(start, start + spans.total, device=self.past.device)
@@ -94,12 +101,41 @@ class Mixer(nn.Module):
         """x (rows, d), one token a row, to (rows, d); the state is advanced in place."""
         return self.forward(x, call, state)
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor | None:
+        """`step` written onto a tape: x (rows, d) float32 will hold the input, the result what to add. None:
+        this mixer (with these options) has no such form, and has written nothing."""
+        return None
+
+    def written(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        """`record`, or where there is none the mixer's own step between two pieces of tape."""
+        said = self.record(tape, x, state)
+        if said is not None:
+            return said
+        said = tape.vector(x.shape[1])
+        tape.between(lambda: said.copy_(self.step(x.to(self.dtype), tape.call, state)))
+        return said
+
     def cost(self, new: int, past: int) -> Cost:
         """FLOPs and bytes of `new` tokens of one row after `past` ones."""
         raise NotImplementedError(f"{type(self).__name__} declares no cost")
 
+    def reads(self, tokens: int) -> dict[int, int]:
+        """Bytes of each weight, by identity, that a pass over `tokens` tokens of all rows together reads."""
+        return read_weights(*self.parameters())
+
+    @property
+    def exact(self) -> Mapping[str, Sequence[slice]]:
+        """Rows of its linear layers, by the layer's name, of which gates or decays of the state are made:
+        they stay float32 where weights are stored in 8 bits."""
+        return {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, KV and convolution history."""
+        return self.like.dtype
+
     @property
     def like(self) -> Tensor:
-        """A weight matrix: activations have its dtype and live on its device."""
+        """A weight matrix, or the scales of one in int8: activations have its dtype and its device."""
         own = (p for n, p in self.named_parameters() if p.ndim > 1 and n.split(".")[-1] not in self.float32)
-        return next(own)
+        return next(p for p in own if p.is_floating_point())

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.chunked.norms import rms_norm
+from .backed import Backed
 
-def rms_normed(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis. Written out because PyTorch's own is a dozen operations
-    on a CPU, which in a decode step cost more than the arithmetic."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * (length * length / x.shape[-1] + eps).rsqrt()
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 (Zhang & Sennrich, 1910.07467)."""
+class RMSNorm(Backed):
+    """x / rms(x) * (offset + weight), in float32 (Zhang & Sennrich, 1910.07467). `offset` is 1 where a
+    checkpoint stores how far the weight is from one (Gemma, Qwen3-Next)."""
 
     float32: ClassVar[frozenset[str]] = frozenset({"weight"})
 
-    def __init__(self, width: int, eps: float = 1e-5):
+    def __init__(self, width: int, eps: float = 1e-5, *, offset: float = 0.0):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width) - offset)
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return (rms_normed(x.float(), self.eps) * self.weight).to(x.dtype)
+        norm = rms_norm if self.ops is None else self.ops.rms_norm
+        return norm(x, self.whole, self.eps)
+
+    def record(self, tape: Tape, x: Tensor, y: Tensor | None = None, **sum: Any) -> Tensor:
+        """x += y, where there is one (`sum`: see Tape.add), and the norm of x, written onto a tape."""
+        return tape.add_norm(x, y, tape.constant(self.whole), self.eps, **sum)
+
+    @property
+    def whole(self) -> Tensor:
+        """What the normed values are multiplied by."""
+        return self.weight if self.offset == 0 else self.weight + self.offset
 
 
-class GatedRMSNorm(nn.Module):
-    """RMS norm of the output of a mixer with a SiLU gate, over groups of the last axis.
+class GatedRMSNorm(Backed):
+    """RMS norm of the output of a mixer with a gate, SiLU or `sigmoid`, over groups of the last axis.
 
     `before` norms first and gates then (Gated DeltaNet, GLA); otherwise the gated value is normed
     (Mamba-2). x and gate (..., width); each of the `groups` slices of the width has its own rms.
@@ -39,19 +49,37 @@ class GatedRMSNorm(nn.Module):
 
     float32: ClassVar[frozenset[str]] = frozenset({"weight"})
 
-    def __init__(self, width: int, eps: float = 1e-5, *, groups: int = 1, before: bool = False):
+    def __init__(
+        self, width: int, eps: float = 1e-5, *, groups: int = 1, before: bool = False, sigmoid: bool = False
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.groups, self.before = eps, groups, before
+        self.sigmoid = sigmoid
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        dtype, gate = x.dtype, F.silu(gate.float())
-        x = x.float() if self.before else x.float() * gate
-        if self.groups == 1:
-            x = rms_normed(x, self.eps) * self.weight
-        else:
-            x = rms_normed(x.unflatten(-1, (self.groups, -1)), self.eps).flatten(-2) * self.weight
-        return (x * gate if self.before else x).to(dtype)
+        norm = rms_norm if self.ops is None else self.ops.rms_norm
+        return norm(
+            x,
+            self.weight,
+            self.eps,
+            gate=gate,
+            groups=self.groups,
+            gate_first=not self.before,
+            sigmoid=self.sigmoid,
+        )
+
+    def record(self, tape: Tape, x: Tensor, gate: Tensor, heads: int = 1) -> Tensor:
+        """Written onto a tape: x and gate (rows, heads * width), each head normed by the same weight."""
+        return tape.gated_norm(
+            x,
+            gate,
+            self.weight,
+            self.eps,
+            groups=heads * self.groups,
+            gate_first=not self.before,
+            sigmoid=self.sigmoid,
+        )
 
 
 class LayerNorm(nn.Module):
@@ -67,6 +95,10 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+    def record(self, tape: Tape, x: Tensor, y: Tensor | None = None, **sum: Any) -> Tensor:
+        """x += y, where there is one (`sum`: see Tape.add), and the norm of x, written onto a tape."""
+        return tape.add_norm(x, y, self.weight, self.eps, bias=self.bias, centred=True, **sum)
 
 
 class GroupNorm(nn.Module):

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 GREEDY = 1e-5  # at and below this temperature the arg-max is taken
+DAMAGED = (
+    "the model's logits hold NaN or infinity, so that no token can be chosen: the weights are damaged, or "
+    "overflow in this dtype (float16 ends at 65,504; try bfloat16 or float32)"
+)
 
 
 @dataclass(frozen=True)
@@ -89,28 +93,37 @@ def choose(
     pairs = torch.stack((below.gather(-1, ids[:, None])[:, 0], below.logsumexp(-1))).tolist()
     logprobs = [picked - whole for picked, whole in zip(*pairs, strict=True)]
     if not all(map(math.isfinite, logprobs)):
-        raise ValueError(
-            "the model's logits hold NaN or infinity, so that no token can be chosen: the weights are "
-            "damaged, or overflow in this dtype (float16 ends at 65,504; try bfloat16 or float32)"
-        )
+        raise ValueError(DAMAGED)
     return ids.tolist(), [min(0.0, p) for p in logprobs]
 
 
 def pick(logits: Tensor, rule: Sampling, uniform: float, seen: Collection[int]) -> int:
     """The id that `rule` draws from logits (vocab,) with one uniform in [0, 1)."""
-    scores = logits.to("cpu", torch.float64)
-    if rule.repetition_penalty != 1.0 and seen:
-        ids = torch.tensor(sorted(seen))
-        old = scores[ids]
-        penalised = torch.where(old < 0, old * rule.repetition_penalty, old / rule.repetition_penalty)
-        scores = scores.index_put((ids,), penalised)
     if rule.greedy:
-        return int(scores.argmax())
-    mass = _filtered(((scores - scores.max()) / rule.temperature).exp(), rule)
+        return int(_penalised(logits, rule, seen).argmax())
+    mass = masses(logits, rule, seen)
     below = mass.cumsum(0)
     # right=True: the first id whose cumulative mass exceeds the target, so never one without mass.
     drawn = int(torch.searchsorted(below, uniform * float(below[-1]), right=True))
     return min(drawn, int(mass.nonzero()[-1]))  # the product may round up to the whole mass
+
+
+def masses(logits: Tensor, rule: Sampling, seen: Collection[int]) -> Tensor:
+    """What a rule that is not greedy draws from: how likely each id is beside the likeliest, (vocab,)
+    float64 on the host for logits (vocab,), 0 where the rule excludes it."""
+    scores = _penalised(logits, rule, seen)
+    return _filtered(((scores - scores.max()) / rule.temperature).exp(), rule)
+
+
+def _penalised(logits: Tensor, rule: Sampling, seen: Collection[int]) -> Tensor:
+    """logits (vocab,) in float64 on the host, those of ids in `seen` made less likely."""
+    scores = logits.to("cpu", torch.float64)
+    if rule.repetition_penalty == 1.0 or not seen:
+        return scores
+    ids = torch.tensor(sorted(seen))
+    old = scores[ids]
+    lower = torch.where(old < 0, old * rule.repetition_penalty, old / rule.repetition_penalty)
+    return scores.index_put((ids,), lower)
 
 
 def _filtered(mass: Tensor, rule: Sampling) -> Tensor:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from .mixer import Call
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
 class ShortConv(nn.Module):
@@ -41,6 +46,12 @@ class ShortConv(nn.Module):
         """x (rows, channels), one token a row."""
         step = call.ops.short_conv_step
         return step(x, self.weight, self.bias, history, activation=self.activation)
+
+    def record(self, tape: Tape, x: Tensor, history: Tensor) -> Tensor:
+        """`step` written onto a tape."""
+        weight, bias = tape.constant(self.weight), self.bias
+        silu = self.activation == "silu"
+        return tape.short_conv(x, weight, None if bias is None else tape.constant(bias), history, silu=silu)
 
     def flops(self, new: int) -> int:
         return 2 * new * self.weight.numel()

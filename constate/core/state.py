@@ -134,7 +134,8 @@ class Matrix(State):
 @dataclass
 class ConvSSM(State):
     """conv (rows, w - 1, channels), oldest first; ssm, the recurrent state in the layout of its op:
-    (rows, h, dk, dv) for linear and delta scans, (rows, channels, s) for the selective scan."""
+    (rows, h, dk, dv) for linear and delta scans, (rows, channels, s) for the selective scan, (rows, channels)
+    for the linear recurrence."""
 
     conv: Tensor = leaf("conv")
     ssm: Tensor = leaf("state")
@@ -154,6 +155,21 @@ class Window(State):
 
     k: Tensor = leaf("kv", ring=True)
     v: Tensor = leaf("kv", ring=True)
+
+
+@dataclass
+class Latent(State):
+    """kv (rows, capacity, 1, rank + shared): for every token the normed latent that all heads' keys and
+    values are made from, then the key that the heads share, rotated where it is."""
+
+    kv: Tensor = leaf("kv", grows=True)
+
+
+@dataclass
+class Parts(State):
+    """The states of a mixer that holds several, in its order."""
+
+    parts: tuple[State, ...]
 
 
 def zip_leaves(states: Sequence[State]) -> Iterator[tuple[str, list[Tensor], Leaf]]:

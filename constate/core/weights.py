@@ -25,7 +25,8 @@ class Rule:
 
     A mark such as `{i}` in a name stands for a whole number, the same on both sides; `*` for any text.
     `forth` maps the tensors of src to those of dst, `back` the other way. An `optional` rule reads its
-    sources where a file has them; export uses it only for a parameter that no other rule writes.
+    sources where a file has them; export uses it only for a parameter that no other rule writes. With a
+    `count`, `{e}` in src is each number below it, and the rule takes all of their tensors together.
     """
 
     src: tuple[str, ...]
@@ -33,6 +34,25 @@ class Rule:
     forth: Change
     back: Change
     optional: bool = False
+    count: int | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """`src`, with `{e}` written out where it is counted."""
+        if self.count is None:
+            return self.src
+        return tuple(name.replace("{e}", str(e)) for e in range(self.count) for name in self.src)
+
+    def slot(self, side: str, name: str) -> tuple[int, Binding] | None:
+        """Which place of `sources` or `dst` this name takes, and what the other marks stand for."""
+        for at, pattern in enumerate(self.src if side == "sources" else self.dst):
+            if (binding := match(pattern, name)) is not None:
+                if self.count is None or side == "dst":
+                    return at, binding
+                marks = dict(binding)
+                e = int(marks.pop("e"))
+                return (e * len(self.src) + at, tuple(marks.items())) if e < self.count else None
+        return None
 
 
 def same(src: str, dst: str, optional: bool = False) -> Rule:
@@ -67,6 +87,41 @@ def split(src: str, dst: Sequence[str], sizes: Sequence[int] | None = None, dim:
     return Rule((src,), tuple(dst), lambda t: _cut(t[0], count, sizes, dim), lambda t: [_join(t, sizes, dim)])
 
 
+def reorder(
+    src: Sequence[str], dst: Sequence[str], order: Tensor, src_sizes: Sequence[int], dst_sizes: Sequence[int]
+) -> Rule:
+    """Rows in another order: row n of the tensors of `dst` laid end to end is row order[n] of those of
+    `src`. order (rows,) int64, each row once; the sizes say how many rows each tensor has."""
+    inverse = order.argsort()
+
+    def taken(t: list[Tensor], old: Sequence[int], order: Tensor, new: Sequence[int]) -> list[Tensor]:
+        rows = _join(t, old, 0)
+        return _cut(rows[order.to(rows.device)], len(new), new, 0)
+
+    return Rule(
+        tuple(src),
+        tuple(dst),
+        lambda t: taken(t, src_sizes, order, dst_sizes),
+        lambda t: taken(t, dst_sizes, inverse, src_sizes),
+    )
+
+
+def stack(src: Sequence[str], dst: str, count: int) -> Rule:
+    """`{e}` in `src` numbers `count` equal things, such as experts: row e of `dst` is its tensors laid end
+    to end along their axis 0."""
+    parts = len(src)
+
+    def forth(t: list[Tensor]) -> list[Tensor]:
+        if odd := [tuple(x.shape) for x in t if x.shape != t[0].shape]:
+            raise ValueError(f"shapes {tuple(t[0].shape)} and {odd[0]} cannot be stacked")
+        return [torch.cat(t).unflatten(0, (count, -1))]
+
+    def back(t: list[Tensor]) -> list[Tensor]:
+        return [part for row in t[0] for part in _cut(row, parts, None, 0)]
+
+    return Rule(tuple(src), (dst,), forth, back, count=count)
+
+
 def transpose(src: str, dst: str) -> Rule:
     """A matrix stored the other way round."""
     return Rule((src,), (dst,), lambda t: [t[0].mT], lambda t: [t[0].mT])
@@ -95,13 +150,13 @@ def fill(
     memory. Raises ValueError that names every fault: first those of names, before any tensor is read,
     then those of shapes and values.
     """
-    jobs, untaken = _plan(rules, source, "src")
+    jobs, untaken = _plan(rules, source, "sources")
     made = {name: job for job in jobs for name in job.dst}
     _raise(
         {
             "no rule takes": untaken,
             "half of what a rule takes": [
-                f"{j.came} without {', '.join(j.absent)}" for j in jobs if j.absent
+                f"{j.came} without {_listed(j.absent, ', ')}" for j in jobs if j.absent
             ],
             "for a parameter that this model does not have": [
                 f"{job.came} (for {name})" for name, job in made.items() if name not in shapes
@@ -113,12 +168,12 @@ def fill(
     origin: dict[str, _Job] = {}
     misshapen: list[str] = []
     clashing: list[str] = []
-    for job in jobs:
+
+    def take(job: _Job) -> None:  # by itself, so that nothing of it is held while the next one is made
         try:
             tensors = job.forth(source)
         except ValueError as error:
-            misshapen.append(f"{job.came}: {error}")
-            continue
+            return misshapen.append(f"{job.came}: {error}")
         for name, tensor in tensors.items():
             if tensor.shape != shapes[name]:
                 misshapen.append(f"{job.came} {tuple(tensor.shape)} for {name} {tuple(shapes[name])}")
@@ -126,6 +181,9 @@ def fill(
                 filled[name], origin[name] = finish(name, tensor), job
             elif not torch.equal(origin[name].forth(source)[name].to(tensor.dtype), tensor):
                 clashing.append(f"{name} by {origin[name].came} and by {job.came}")
+
+    for job in jobs:
+        take(job)
     _raise({"wrong shape": misshapen, "filled twice with different values": clashing})
     return filled
 
@@ -134,7 +192,7 @@ def export(rules: Sequence[Rule], params: Mapping[str, Tensor]) -> dict[str, Ten
     """The inverse of `fill`: the checkpoint's tensors out of the parameters, whose memory they may share.
     Raises ValueError for a parameter that no rule writes."""
     jobs, unwritten = _plan(sorted(rules, key=lambda rule: rule.optional), params, "dst")
-    partial = [f"{j.came} without {', '.join(j.absent)}" for j in jobs if j.absent]
+    partial = [f"{j.came} without {_listed(j.absent, ', ')}" for j in jobs if j.absent]
     _raise({"no rule writes": unwritten, "half of what a rule writes": partial})
     return {name: tensor for job in jobs for name, tensor in job.back(params).items()}
 
@@ -153,19 +211,19 @@ class _Job(NamedTuple):
 
     @property
     def came(self) -> str:
-        return " + ".join(self.got.values())
+        return _listed(list(self.got.values()), " + ")
 
     @property
     def absent(self) -> list[str]:
         return [name for slot, name in enumerate(write(self.side, self.binding)) if slot not in self.got]
 
     def forth(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        given = [tensors[self.got[slot]] for slot in range(len(self.rule.src))]
+        given = [tensors[self.got[slot]] for slot in range(len(self.rule.sources))]
         return dict(zip(self.dst, self.rule.forth(given), strict=True))
 
     def back(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         given = [tensors[self.got[slot]] for slot in range(len(self.rule.dst))]
-        return dict(zip(write(self.rule.src, self.binding), self.rule.back(given), strict=True))
+        return dict(zip(write(self.rule.sources, self.binding), self.rule.back(given), strict=True))
 
 
 def _plan(rules: Sequence[Rule], names: Iterable[str], side: str) -> tuple[list[_Job], list[str]]:
@@ -174,9 +232,7 @@ def _plan(rules: Sequence[Rule], names: Iterable[str], side: str) -> tuple[list[
     untaken: list[str] = []
     for name in names:
         for at, rule in enumerate(rules):
-            hits = ((slot, match(pattern, name)) for slot, pattern in enumerate(getattr(rule, side)))
-            hit = next(((slot, binding) for slot, binding in hits if binding is not None), None)
-            if hit:
+            if hit := rule.slot(side, name):
                 jobs.setdefault((at, hit[1]), {})[hit[0]] = name
                 break
         else:
@@ -190,7 +246,7 @@ def _wanted(rules: Sequence[Rule], param: str) -> str:
     for rule in rules:
         for pattern in rule.dst:
             if (binding := match(pattern, param)) is not None:
-                names = write(rule.src, binding)
+                names = write(rule.src, (*binding, ("e", "*")))
                 return param if names == [param] else f"{param} (from {', '.join(names)})"
     return f"{param} (no rule makes it)"
 
@@ -202,6 +258,11 @@ def _raise(faults: Mapping[str, Sequence[str]]) -> None:
             "these tensors do not fit this model (another dialect, another config.json, or half a file?)"
             + "".join(lines)
         )
+
+
+def _listed(names: Sequence[str], between: str) -> str:
+    more = [f"{len(names) - 4} more"] if len(names) > 5 else []
+    return between.join([*names[:4], *more] if more else names)
 
 
 def _parts(total: int, count: int, sizes: Sequence[int] | None) -> list[int]:

@@ -25,6 +25,24 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast(list[Prompt], several)
 
 
+def right_sides(infill: Prompt | Sequence[Prompt] | None, prompts: int) -> list[Prompt]:
+    """What stands to the right of each prompt's gap: one text or token list for all, or one for each."""
+    if infill is None:
+        return [""] * prompts
+    if isinstance(infill, bytes) or not isinstance(infill, Sized):
+        raise ValueError(
+            f"infill={infill!r}: text or a token list, or a list of these, is wanted; bytes are text once "
+            "decoded"
+        )
+    if isinstance(infill, str) or not any(isinstance(part, Sized) for part in infill):
+        return [cast(Prompt, infill)] * prompts
+    if len(infill) != prompts:
+        raise ValueError(
+            f"infill: {len(infill)} texts for {prompts} prompts; one for all or one each is wanted"
+        )
+    return cast(list[Prompt], list(infill))
+
+
 def encode(model: Model, prompt: Prompt, *, begins: bool, chat: bool = False) -> list[int]:
     """A prompt's ids. `begins`: nothing comes before it, so that the tokenizer may put its opening token."""
     if not isinstance(prompt, str):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.cache import Cache, read_header
 from ..core.decode import Commit, Request, autoregressive
-from .prompts import encode, listed
+from .prompts import encode, listed, right_sides
 from .records import Event, Prompt, Result, Settings, Usage
 from .streaming import TextStream
 
@@ -30,10 +30,14 @@ def generate(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -
     stop=() (a string or several), ignore_eos=False, chat=False (each prompt is a user's message, put
     into the model's chat template), load_state=None and save_state=None (files; a state has a row for
     each result, and what follows continues as if there had been no break).
+    Of masked diffusion models alone: infill=None (text to the right of what is to be written, one for all
+    prompts or one each), and those of `diffusion_lm.plan.Plan`: policy, steps, block, threshold,
+    entropy_bound, confidence, order_noise, cache, refresh, guidance, eos, min_new_tokens.
     A seeded text depends on its own prompt alone, as far as the kernels give a row the same logits in
     every batch: float32 sums may differ in the last bits, which matters where two ids are that close.
-    Raises ValueError for an option out of range, an empty prompt, an id outside the vocabulary, text
-    without a tokenizer, or a state of another model or with other rows; TypeError for an unknown option.
+    Raises ValueError for an option out of range, one that the model cannot heed, an empty prompt (but for
+    masked diffusion), an id outside the vocabulary, text without a tokenizer, or a state of another model
+    or with other rows; TypeError for an unknown option.
     """
     results = {e.index: e.result for e in stream(model, prompts, **options) if e.result}
     return [results[i] for i in sorted(results)]
@@ -44,18 +48,19 @@ def stream(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -> 
 
     A state is saved before the last event; if the stream is left early, none is.
     """
-    settings = Settings(**options)
+    settings = Settings.of(options)
     prompts = listed(prompts)
     if model.tokenizer is None and settings.stops:
         raise ValueError("stop strings need a tokenizer and this model has none; leave stop out")
     cache, note = _loaded(model, settings, len(prompts))
     requests, fresh = [], []
-    for i, prompt in enumerate(prompts):
+    for i, (prompt, right) in enumerate(
+        zip(prompts, right_sides(settings.infill, len(prompts)), strict=True)
+    ):
         tokens = encode(model, prompt, begins=cache is None, chat=settings.chat)
         pending = note["pending"][i] if "pending" in note else []
-        if not tokens and not pending:
-            raise ValueError(f"prompt {i} is empty: a model writes after something, one token at the least")
-        fresh.append(len(tokens))
+        after = encode(model, right, begins=False) if right else []
+        fresh.append(len(tokens) + len(after))
         requests.append(
             Request(
                 (*pending, *tokens),
@@ -66,6 +71,8 @@ def stream(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -> 
                 settings.n,
                 frozenset(note["seen"][i]) if "seen" in note else frozenset(),
                 note["drawn"][i] if "drawn" in note else 0,
+                tuple(after),
+                settings.plan,
             )
         )
     rows = [
@@ -73,30 +80,28 @@ def stream(model: Model, prompts: Prompt | Sequence[Prompt], **options: Any) -> 
         for prompt, count, request in zip(prompts, fresh, requests, strict=True)
         for sample in range(settings.n)
     ]
-    return _events(model, requests, rows, cache, settings.save_state)
-
-
-def _events(
-    model: Model,
-    requests: Sequence[Request],
-    rows: Sequence[_Writing],
-    cache: Cache | None,
-    save: str | Path | None,
-) -> Iterator[Event]:
-    decode = model.architecture.decode if model.architecture else autoregressive
-    open_rows = len(rows)
 
     def finished(row: int, tokens: Sequence[int]) -> str | None:
         return "stop" if rows[row].text.read(tokens) else None
 
-    for commit in decode(model, requests, finished, cache=cache, keep=save is not None):
+    decode = model.architecture.decode if model.architecture else autoregressive
+    save = settings.save_state
+    commits = decode(model, requests, finished, cache=cache, keep=save is not None)
+    return _events(model, commits, rows, save)
+
+
+def _events(
+    model: Model, commits: Iterator[Commit], rows: Sequence[_Writing], save: str | Path | None
+) -> Iterator[Event]:
+    open_rows = len(rows)
+    for commit in commits:
         row = rows[commit.row]
         delta = row.take(commit)
         result = row.result(model) if commit.finish else None
         open_rows -= bool(commit.finish)
         if save is not None and not open_rows:
             _save(save, rows)
-        yield Event(commit.row, delta, commit.tokens, commit.finish, result)
+        yield Event(commit.row, delta, commit.tokens, commit.positions, commit.finish, result)
 
 
 class _Writing:
@@ -120,19 +125,22 @@ class _Writing:
     @property
     def decided(self) -> list[tuple[int, float]]:
         """Tokens with their log-probabilities in the order of their places, whatever order they came in."""
-        placed = (zip(c.positions, c.tokens, c.logprobs, strict=True) for c in self.commits)
-        return [(token, logprob) for _, token, logprob in sorted(chain.from_iterable(placed))]
+        placed = chain.from_iterable(
+            zip(c.positions, c.tokens, c.logprobs, strict=True) for c in self.commits
+        )
+        end = self.commits[-1].end
+        return [(token, logprob) for place, token, logprob in sorted(placed) if end is None or place < end]
 
     def result(self, model: Model) -> Result:
         decided, last = self.decided, self.commits[-1]
         timed = [c for c in self.commits if c.tokens]
-        gaps = [(b.seconds - a.seconds) / len(b.tokens) for a, b in pairwise(timed)]
+        gaps = [(b.seconds - a.seconds, len(b.tokens)) for a, b in pairwise(timed)]
         usage = Usage(
             prompt_tokens=self.given,
             new_tokens=len(decided),
             model_calls=last.calls,
             ttft_s=timed[0].seconds if timed else None,
-            itl_s=median(gaps) if gaps else None,
+            itl_s=median(gap / tokens for gap, tokens in gaps) if gaps else None,
             tokens_per_s=len(decided) / last.seconds if decided else 0.0,
             weight_bytes=model.weight_bytes,
             state_bytes=last.held["state"],
@@ -140,6 +148,10 @@ class _Writing:
             kv_bytes=last.held["kv"],
             kv_bytes_used=last.held["kv_used"],
             backend=model.ops.backend,
+            dtype=model.weight_dtype,
+            tokens_per_call=len(decided) / last.calls if decided else 0.0,
+            between_commits_s=median(gap for gap, _ in gaps) if gaps else None,
+            decoding=last.how,
         )
         tokens, logprobs = [t for t, _ in decided], [p for _, p in decided]
         return Result(self.prompt, "".join(self.pieces), tokens, logprobs, last.finish or "length", usage)

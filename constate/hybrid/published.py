@@ -25,6 +25,10 @@ def published(config: Config) -> dict[str, Any]:
     if any(_full(layer["mixer"]) != mixer or layer.get("mlp") != first.get("mlp") for layer in others):
         raise ValueError("its layers differ, and no published architecture here is such a mixture")
     kind = mixer["type"]
+    if "experts" in (first.get("mlp") or ()):
+        raise ValueError(
+            "its layers have experts, and no published architecture here has equal layers of them"
+        )
     if kind not in _KINDS:
         raise ValueError(f"no published architecture is known whose layers are {kind} mixers alone")
     try:
@@ -52,6 +56,7 @@ def _full(mixer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mamba(m: Mapping[str, Any], mlp: Mapping[str, Any] | None, model: Config) -> dict[str, Any]:
     _need(not mlp, "they have an MLP")
+    _need(not m["norm_weight"], "they norm dt, B and C with weights")
     normed = m["norm_eps"] is not None
     special = {
         "model_type": "falcon_mamba" if normed else "mamba",
@@ -70,6 +75,9 @@ def _mamba(m: Mapping[str, Any], mlp: Mapping[str, Any] | None, model: Config) -
 
 def _mamba2(m: Mapping[str, Any], mlp: Mapping[str, Any] | None, model: Config) -> dict[str, Any]:
     _need(not mlp, "they have an MLP")
+    _need(m["norm"] and not m["norm_before"], "they do not norm what was gated")
+    _need(m["scales"] is None, "they scale what their in-projection gives")
+    _need(m["out_bias"] in (None, m["bias"]), "one of their two projections has a bias and the other none")
     _need(
         m["norm_eps"] == model.norm_eps, f"their norm_eps {m['norm_eps']} is not the model's {model.norm_eps}"
     )
@@ -98,6 +106,9 @@ def _attention(m: Mapping[str, Any], mlp: Mapping[str, Any] | None, model: Confi
         raise _Unlike("they have no MLP")
     _need(rope is not None, "they have no rotary positions")
     _need(rope.get("partial_rotary_factor", 1.0) == 1.0, "their rotary positions turn a part of a head")
+    _need(m["scale"] is None, "they scale the products of queries and keys otherwise than by head_dim")
+    _need(not m["gate"] and not m["norm_offset"], "they gate their output or offset their norms' weights")
+    _need(m["kv_from"] is None, "they read another layer's keys and values")
     _need(m["bias"] or not m["out_bias"], "their output has a bias and q, k, v have none")
     biases, window = bool(m["bias"]) + bool(m["out_bias"]), m["window"]
     special = {

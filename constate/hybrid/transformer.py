@@ -12,22 +12,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.attention import Attention, AttentionSpec
+from ..core.mixer import Mixer
 from ..core.mlp import GatedMLP
-from ..core.model import Block, Model
+from ..core.model import Block, Branch, Model
 from ..core.norms import RMSNorm
 from ..core.weights import Rule, fuse, head, same
+from .expert_names import mlp_weights
 
 
 @dataclass(frozen=True)
 class Traits:
     """What one family has and another has not. `windows` gives each layer's attention window, None for
-    full attention; empty means full attention everywhere."""
+    full attention; empty means full attention everywhere. `ropes` gives each layer's rope_parameters, empty
+    the config's. `scale` is that of the scores, None the usual; `act` the MLP's, None the config's.
+    `norm_offset` is added to every norm's weight; with `post_norms` what a branch says is normed before it
+    is added. `embed_scale` and `logit_cap` are the Model's. `block` is how far beyond itself a token sees
+    (AttentionSpec): 1 for causal models."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: Sequence[int | None] = ()
+    ropes: Sequence[Mapping[str, Any]] = ()
+    scale: float | None = None
+    act: str | None = None
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
+    block: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -69,15 +83,22 @@ class TransformerConfig:
     @property
     def rope(self) -> Mapping[str, Any]:
         """`rope_parameters`, from whichever dialect has them. Raises ValueError where two disagree."""
-        rope, older = dict(self.rope_parameters or {}), dict(self.rope_scaling or {})
-        if self.rope_theta is not None:
-            older.setdefault("rope_theta", self.rope_theta)
-        if odd := sorted(key for key in rope.keys() & older if rope[key] != older[key]):
-            raise ValueError(
-                f"config.json has {', '.join(odd)} both in rope_parameters and in the older rope_theta and "
-                "rope_scaling, with other values: which?"
-            )
-        return older | rope
+        return either_dialect(self.rope_parameters, self.rope_theta, self.rope_scaling)
+
+
+def either_dialect(
+    rope: Mapping[str, Any] | None, theta: float | None, scaling: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """`rope_parameters` from those of transformers 5, if any, and the older base and rope_scaling."""
+    rope, older = dict(rope or {}), dict(scaling or {})
+    if theta is not None:
+        older.setdefault("rope_theta", theta)
+    if odd := sorted(key for key in rope.keys() & older if rope[key] != older[key]):
+        raise ValueError(
+            f"config.json has {', '.join(odd)} both in rope_parameters and in the older rope_theta and "
+            "rope_scaling, with other values: which?"
+        )
+    return older | rope
 
 
 def windows_by_layer(
@@ -101,49 +122,83 @@ def windows_by_layer(
 
 def build(config: TransformerConfig) -> Model:
     h, hk, head_dim = config.heads
-    d, eps, traits = config.hidden_size, config.rms_norm_eps, config.traits
+    d, eps, traits, layers = config.hidden_size, config.rms_norm_eps, config.traits, config.num_hidden_layers
+
+    def norm() -> RMSNorm:
+        return RMSNorm(d, eps, offset=traits.norm_offset)
+
+    def branch(mixer: Mixer) -> Branch:
+        return Branch(norm(), mixer, norm() if traits.post_norms else None)
+
     blocks = []
-    for window in traits.windows or [None] * config.num_hidden_layers:
+    windows, ropes = traits.windows or [None] * layers, traits.ropes or [config.rope] * layers
+    for window, rope in zip(windows, ropes, strict=True):
         spec = AttentionSpec(
             heads=h,
             kv_heads=hk,
             head_dim=head_dim,
             window=window,
-            rope=config.rope,
+            rope=rope,
             max_positions=config.max_position_embeddings,
             bias=traits.qkv_bias,
             out_bias=traits.out_bias,
             qk_norm=traits.qk_norm,
+            block=traits.block,
             norm_eps=eps,
+            norm_offset=traits.norm_offset,
+            scale=traits.scale,
         )
-        mlp = GatedMLP(d, config.intermediate_size, act=config.hidden_act, bias=traits.mlp_bias)
-        blocks.append(Block(mixer=(RMSNorm(d, eps), Attention(d, spec)), mlp=(RMSNorm(d, eps), mlp)))
-    tied = config.tie_word_embeddings
-    return Model(config, blocks, RMSNorm(d, eps), vocab=config.vocab_size, d=d, tied=tied)
+        act = traits.act or config.hidden_act
+        mlp = GatedMLP(d, config.intermediate_size, act=act, bias=traits.mlp_bias)
+        blocks.append(Block(mixer=branch(Attention(d, spec)), mlp=branch(mlp)))
+    return Model(
+        config,
+        blocks,
+        norm(),
+        vocab=config.vocab_size,
+        d=d,
+        tied=config.tie_word_embeddings,
+        embed_scale=traits.embed_scale,
+        logit_cap=traits.logit_cap,
+    )
 
 
 def weights(config: TransformerConfig) -> list[Rule]:
     """Hugging Face's names to ours."""
     source, ours, traits = "model.layers.{i}.", "blocks.{i}.", config.traits
-    h, hk, head_dim = config.heads
-    qkv = [source + f"self_attn.{p}_proj" for p in "qkv"]
-    gate_up = [source + f"mlp.{p}_proj" for p in ("gate", "up")]
-    sizes, widths = [h * head_dim, hk * head_dim, hk * head_dim], [config.intermediate_size] * 2
     rules = [
         same("model.embed_tokens.weight", "embed.weight"),
         same("model.norm.weight", "norm.weight"),
         same(source + "input_layernorm.weight", ours + "mixer_norm.weight"),
-        same(source + "post_attention_layernorm.weight", ours + "mlp_norm.weight"),
     ]
-
-    def both(biased: bool) -> Sequence[str]:
-        return ("weight", "bias") if biased else ("weight",)
-
-    rules += [fuse([f"{n}.{p}" for n in qkv], ours + f"mixer.qkv.{p}", sizes) for p in both(traits.qkv_bias)]
-    rules += [same(source + f"self_attn.o_proj.{p}", ours + f"mixer.out.{p}") for p in both(traits.out_bias)]
-    for p in both(traits.mlp_bias):
-        rules.append(fuse([f"{name}.{p}" for name in gate_up], ours + f"mlp.gate_up.{p}", widths))
-        rules.append(same(source + f"mlp.down_proj.{p}", ours + f"mlp.down.{p}"))
+    if traits.post_norms:
+        rules += [
+            same(source + "post_attention_layernorm.weight", ours + "mixer_post.weight"),
+            same(source + "pre_feedforward_layernorm.weight", ours + "mlp_norm.weight"),
+            same(source + "post_feedforward_layernorm.weight", ours + "mlp_post.weight"),
+        ]
+    else:
+        rules.append(same(source + "post_attention_layernorm.weight", ours + "mlp_norm.weight"))
+    rules += attention_weights(
+        source + "self_attn.", ours + "mixer.", config.heads, traits.qkv_bias, traits.out_bias
+    )
+    mlp = (source + "mlp.", ours + "mlp.", config.intermediate_size)
+    rules += mlp_weights(*mlp, bias=traits.mlp_bias)
     if traits.qk_norm:
         rules += [same(source + f"self_attn.{p}_norm.weight", ours + f"mixer.{p}_norm.weight") for p in "qk"]
     return [*rules, head("lm_head.weight", config.tie_word_embeddings)]
+
+
+def attention_weights(
+    source: str, ours: str, heads: tuple[int, int, int], bias: bool = False, out_bias: bool = False
+) -> list[Rule]:
+    """q_proj, k_proj, v_proj and o_proj under `source` as an Attention's under `ours`; `heads` are query
+    heads, key/value heads and head_dim."""
+    h, hk, head_dim = heads
+    qkv, sizes = [source + f"{p}_proj" for p in "qkv"], [h * head_dim, hk * head_dim, hk * head_dim]
+    rules = [fuse([f"{n}.{p}" for n in qkv], ours + f"qkv.{p}", sizes) for p in _both(bias)]
+    return rules + [same(source + f"o_proj.{p}", ours + f"out.{p}") for p in _both(out_bias)]
+
+
+def _both(biased: bool) -> Sequence[str]:
+    return ("weight", "bias") if biased else ("weight",)

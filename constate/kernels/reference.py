@@ -87,13 +87,14 @@ def gated_delta_scan(
 ) -> tuple[Tensor, Tensor]:
     """S' = exp(g_t) S_{t-1},  S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T,  o_t = scale S_t^T q_t.
 
-    Decays, then erases, then writes (Gated DeltaNet, Yang et al. 2024, eq. 10). log_decay (n, h) or
-    None, beta (n, h); the rest as in `gated_linear_scan`.
+    Decays, then erases, then writes: Gated DeltaNet (Yang et al. 2024, eq. 10), and with a decay a channel
+    Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, eq. 1). log_decay (n, h), or (n, h, dk) on the key
+    axis, or None; beta (n, h); the rest as in `gated_linear_scan`.
     """
     _, h = shapes.heads(q, k, v)
     n, dk, dv = v.shape[0], q.shape[2], v.shape[2]
     shapes.tokens(spans, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
-    shapes.log_decay(log_decay, n, h, checked=checked)
+    shapes.log_decay(log_decay, n, h, dk, checked=checked)
     shapes.exactly("beta", beta, n, h)
     initial = shapes.state("initial", initial, (spans.rows, h, dk, dv), v)
     query, key, value, decay = _spread(q, h), _spread(k, h), v.float(), _decay(log_decay, v)
@@ -242,6 +243,36 @@ def selective_step(
     return o
 
 
+def linear_recurrence_scan(
+    x: Tensor, log_a: Tensor, initial: Tensor | None, spans: Spans, *, checked: bool = False
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(log_a_t) h_{t-1} + x_t, every channel by itself; o is h.
+
+    The recurrence of RG-LRU (De et al. 2024, Griffin, arXiv 2402.19427, eq. 4), whose gates are the caller's.
+    x, log_a (n, channels), initial (rows, channels). Returns o (n, channels) in x's dtype, made of the
+    float32 state before any rounding, and final (rows, channels) float32.
+    """
+    shapes.tokens(spans, x=x, log_a=log_a)
+    channels = shapes.recurrence(x, log_a, spans.total, checked=checked)
+    initial = shapes.state("initial", initial, (spans.rows, channels), x)
+    fed, decay = x.float(), log_a.float().exp()
+    outputs, finals = [], []
+    for row, part in enumerate(spans.slices()):
+        state = initial[row]
+        for t in range(part.start, part.stop):
+            state = decay[t] * state + fed[t]
+            outputs.append(state)
+        finals.append(state)
+    return _stack(outputs, x), torch.stack(finals)
+
+
+def linear_recurrence_step(x: Tensor, log_a: Tensor, state: Tensor) -> Tensor:
+    """One token a row of `linear_recurrence_scan`; state (rows, channels) in place."""
+    o, final = linear_recurrence_scan(x, log_a, state, Spans.ones(x.shape[0], x.device))
+    state.copy_(final)
+    return o
+
+
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -292,13 +323,16 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     causal: bool = True,
+    block: int = 1,
 ) -> Tensor:
     """softmax(scale q k^T) v within each row; a row's queries are the last places of its context.
 
     q (n, h, dk) packed by spans, k (m, hk, dk) and v (m, hk, dv) by context. Causal: a query sees its
-    own place and all before it, with `window` only its own and the window - 1 before. Returns (n, h, dv).
+    own place and all before it, with `window` only its own and the window - 1 before; with `block` the
+    rest of its block too, blocks of so many places being counted from the context's start. Returns
+    (n, h, dv).
     """
-    shapes.attention(q, k, v, spans, context, window, causal)
+    shapes.attention(q, k, v, spans, context, window, causal, block)
     h = q.shape[1]
     factor = q.shape[2] ** -0.5 if scale is None else scale
     key, value = _spread(k, h), _spread(v, h)
@@ -306,7 +340,9 @@ def attention(
     for part, held in zip(spans.slices(), context.slices(), strict=True):
         for t in range(part.start, part.stop):
             place = held.stop - part.stop + t
-            end = place + 1 if causal else held.stop
+            end = held.stop
+            if causal:
+                end = min(end, held.start + ((place - held.start) // block + 1) * block)
             start = held.start if window is None else max(held.start, end - window)
             scores = factor * torch.einsum("hd,mhd->hm", q[t].float(), key[start:end])
             outputs.append(torch.einsum("hm,mhd->hd", scores.softmax(-1), value[start:end]))
@@ -327,3 +363,52 @@ def attention_step(
         one, held = Spans.ones(1, q.device), Spans.of([length], q.device)
         outputs.append(attention(q[row : row + 1], k[row, :length], v[row, :length], one, held, scale=scale))
     return torch.cat(outputs)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = x W^T + b in float32, W = weight, or weight * scales where it is int8.
+
+    x (..., in) and bias (out,) of any float dtype; weight (out, in) float, or int8 with scales (out,
+    ceil(in / 64)) float32, one for each 64 weights of a row, the last group shorter where in is no multiple.
+    Returns (..., out) in x's dtype; written to `out` where that is given, which may be a slice.
+    """
+    shapes.linear(x, weight, bias, scales, out)
+    matrix = weight.float()
+    if scales is not None:
+        groups = torch.arange(weight.shape[1], device=weight.device) // shapes.GROUP
+        matrix = matrix * scales[:, groups]
+    y = x.float() @ matrix.mT
+    y = y if bias is None else y + bias.float()
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gate: Tensor | None = None,
+    groups: int = 1,
+    gate_first: bool = False,
+    sigmoid: bool = False,
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over each of `groups` slices of the last axis, in float32.
+
+    x and gate (..., width), weight (width,). A gate multiplies by silu(gate), or with `sigmoid` by its
+    sigmoid: after the norm, or with `gate_first` before it (Zhang & Sennrich, 1910.07467; gated as in
+    Mamba-2, Gated DeltaNet and KDA). Returns x's shape and dtype.
+    """
+    shapes.rms_norm(x, weight, gate, groups)
+    factor = torch.ones_like(x, dtype=torch.float32)
+    if gate is not None:
+        factor = gate.float().sigmoid() * (1 if sigmoid else gate.float())
+    y = x.float() * factor if gate_first else x.float()
+    normed = [part / (part.square().mean(-1, keepdim=True) + eps).sqrt() for part in y.chunk(groups, dim=-1)]
+    y = torch.cat(normed, dim=-1) * weight.float()
+    return (y if gate_first else y * factor).to(x.dtype)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..spans import Spans
 
+GROUP = 64  # as many weights of a row share a scale, where they are int8
+
 
 def tokens(spans: Spans, **tensors: Tensor | None) -> None:
     """Every named tensor holds `spans.total` packed tokens on axis 0; None is skipped."""
@@ -79,12 +81,30 @@ def log_decay(g: Tensor | None, n: int, h: int, dk: int | None = None, *, checke
     if tuple(g.shape) != ((n, h, dk) if vector else (n, h)):
         wanted = f"({n}, {h})" + (f" or ({n}, {h}, {dk})" if dk is not None else "")
         raise ValueError(f"log_decay is {tuple(g.shape)}; {wanted} is wanted, with the value heads on axis 1")
-    if checked and g.numel() and not bool((g <= 0).all()):
+    if checked:
+        _never_positive("log_decay", g)
+    return vector
+
+
+def _never_positive(name: str, g: Tensor) -> None:
+    if g.numel() and not bool((g <= 0).all()):
         raise ValueError(
-            f"log_decay holds {float(g.max())}: the log of a decay in [0, 1] is never positive, never NaN. "
+            f"{name} holds {float(g.max())}: the log of a decay in [0, 1] is never positive, never NaN. "
             "A decay itself (0.9) was perhaps given where its log (-0.105) is wanted"
         )
-    return vector
+
+
+def recurrence(x: Tensor, log_a: Tensor, n: int, *, checked: bool = False) -> int:
+    """The channels of a linear recurrence over n tokens: x and log_a are both (n, channels); checked, a
+    positive or NaN entry of log_a raises."""
+    if x.ndim != 2 or x.shape[0] != n or x.shape != log_a.shape:
+        raise ValueError(
+            f"x is {tuple(x.shape)} and log_a {tuple(log_a.shape)}; both are wanted as ({n}, channels): "
+            "heads are laid side by side, flatten(1) does it"
+        )
+    if checked:
+        _never_positive("log_a", log_a)
+    return x.shape[1]
 
 
 def selective(
@@ -161,7 +181,14 @@ def _conv_weights(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, context: Spans, window: int | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    context: Spans,
+    window: int | None,
+    causal: bool,
+    block: int,
 ) -> None:
     """Attention's arguments: heads, packing, and queries that are the last places of their context."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -181,6 +208,11 @@ def attention(
             )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window is {window} with causal={causal}: a window is causal and at least 1 wide")
+    if block < 1 or (block > 1 and not (causal and window is None)):
+        raise ValueError(
+            f"block is {block} with causal={causal} and window={window}: a block has at least 1 place, and "
+            "more than 1 only where attention is causal and has no window"
+        )
 
 
 def attention_step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, longest: int) -> None:
@@ -195,3 +227,34 @@ def attention_step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, longest: in
     exactly("lengths", lengths, rows)
     if not 1 <= longest <= k.shape[1]:
         raise ValueError(f"longest is {longest}; the buffer holds 1 to {k.shape[1]} tokens")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, out: Tensor | None) -> None:
+    """A product's arguments: widths, and scales beside int8 weights alone."""
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        swapped = weight.ndim == 2 and x.ndim > 0 and x.shape[-1] == weight.shape[0]
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}: (..., in) and (out, in) are wanted"
+            + (" (the weight is transposed)" if swapped else "")
+        )
+    if bias is not None:
+        exactly("bias", bias, weight.shape[0])
+    if (weight.dtype == torch.int8) != (scales is not None):
+        given = "no scales" if scales is None else "scales"
+        raise ValueError(f"weight is {weight.dtype} with {given}: int8 weights have scales, and no others do")
+    if scales is not None:
+        exactly("scales", scales, weight.shape[0], -(-weight.shape[1] // GROUP))
+    if out is not None:
+        exactly("out", out, *x.shape[:-1], weight.shape[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, groups: int) -> None:
+    """A norm's arguments: one weight a channel, a gate of x's shape, slices of equal width."""
+    if x.ndim < 2:
+        raise ValueError(f"x is {tuple(x.shape)}: (..., width) with at least one axis before it is wanted")
+    width = x.shape[-1]
+    exactly("weight", weight, width)
+    if gate is not None and gate.shape != x.shape:
+        raise ValueError(f"gate is {tuple(gate.shape)} and x {tuple(x.shape)}: the same shape is wanted")
+    if groups < 1 or width % groups:
+        raise ValueError(f"{groups} groups of {width} channels: a number that divides them is wanted")

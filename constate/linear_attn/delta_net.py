@@ -8,15 +8,17 @@ Departure: all projections are one product. The config and the names are flash-l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.architecture import Architecture
 from ..core.cost import Cost, delta_scan
+from ..core.linear import Linear
 from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm, unit
@@ -25,6 +27,9 @@ from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
 from .recurrence import Recurrence
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -71,14 +76,14 @@ class DeltaNet(Recurrence):
         self.rate, self.negative = spec.rate, spec.negative
         keys, values = self.h * self.dk, self.h * self.dv
         self.sizes = [2 * keys + values, values if spec.gate else 0, self.h if spec.rate else 0]
-        self.in_proj = nn.Linear(d, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d, sum(self.sizes), bias=False)
         # Where q and k have another activation than v, all three take theirs behind the convolution.
         fused = "silu" if spec.act == "silu" else None
         self.convolved = self.sizes[0]
         self.conv = ShortConv(self.convolved, spec.conv, activation=fused) if spec.conv else None
         eps = spec.norm_eps
         self.norm = GatedRMSNorm(self.dv, eps, before=True) if spec.gate else RMSNorm(self.dv, eps)
-        self.out_proj = nn.Linear(values, d, bias=False)
+        self.out_proj = Linear(values, d, bias=False)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
@@ -96,6 +101,31 @@ class DeltaNet(Recurrence):
         with in_float32(state.ssm) as ssm:
             o = call.ops.gated_delta_step(q, k, v, None, beta, ssm, scale=self.dk**-0.5)
         return self.leave(o, gate)
+
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, ConvSSM)
+        qkv, gate, b = self.in_proj.record(tape, x).split(self.sizes, dim=-1)
+        qkv, keys = self.record_conv(tape, qkv, state.conv), self.h * self.dk
+        qk, v = qkv.split([2 * keys, self.h * self.dv], dim=-1)
+        twice, fused = (
+            2.0 if self.negative else 1.0,
+            self.conv is not None and self.conv.activation is not None,
+        )
+        norm = {"norm": "length" if self.qk_norm is unit else "absolute", "eps": 1e-6}
+        with tape.side_by_side():
+            q, k = tape.features("identity" if fused else self.act, qk, 2 * self.h, **norm).chunk(2, dim=-1)
+            v = v if fused else tape.activate("silu", v)
+            beta = (
+                tape.activate("sigmoid", b, scale=twice)
+                if self.rate
+                else torch.full((tape.rows, self.h), twice)
+            )
+        o = tape.gated_delta(q, k, v, None, beta, state.ssm, heads=self.h, scale=self.dk**-0.5)
+        return self.record_leave(tape, o, gate)
+
+    @property
+    def exact(self) -> Mapping[str, Sequence[slice]]:
+        return {"in_proj": [slice(-self.h, None)]} if self.rate else {}  # beta
 
     def cost(self, new: int, past: int) -> Cost:
         return self.price(new, delta_scan(new, self.h, self.dk, self.dv))

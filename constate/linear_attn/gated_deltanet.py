@@ -8,15 +8,17 @@ Departure: all projections are one product. The config and the names are flash-l
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.architecture import Architecture
 from ..core.cost import Cost, delta_scan
-from ..core.decay import log_rates, step_bias
+from ..core.decay import log_rates, softplus_decay, step_bias
+from ..core.linear import Linear
 from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm, unit
@@ -25,6 +27,9 @@ from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
 from .recurrence import Recurrence
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -56,14 +61,14 @@ class GatedDeltaNet(Recurrence):
         self.keys, self.values = self.hk * self.dk, self.h * self.dv
         self.negative = spec.negative
         self.sizes = [2 * self.keys + self.values, self.values if spec.gate else 0, 2 * self.h]
-        self.in_proj = nn.Linear(d, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d, sum(self.sizes), bias=False)
         self.convolved = self.sizes[0]
         self.conv = ShortConv(self.convolved, spec.conv) if spec.conv else None
         self.a_log = nn.Parameter(log_rates(self.h))
         self.dt_bias = nn.Parameter(step_bias(self.h))
         eps = spec.norm_eps
         self.norm = GatedRMSNorm(self.dv, eps, before=True) if spec.gate else RMSNorm(self.dv, eps)
-        self.out_proj = nn.Linear(self.values, d, bias=False)
+        self.out_proj = Linear(self.values, d, bias=False)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
@@ -84,6 +89,22 @@ class GatedDeltaNet(Recurrence):
             o = call.ops.gated_delta_step(q, k, v, decay, beta, ssm, scale=self.dk**-0.5)
         return self.leave(o, gate)
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, ConvSSM)
+        qkv, gate, ba = self.in_proj.record(tape, x).split(self.sizes, dim=-1)
+        qkv = self.conv.record(tape, qkv, state.conv) if self.conv else tape.activate("silu", qkv)
+        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
+        tape.unit(qkv[:, : 2 * self.keys], 2 * self.hk)
+        b, a = ba.chunk(2, dim=-1)
+        beta = tape.activate("sigmoid", b, scale=2.0 if self.negative else 1.0)
+        _, decay = tape.decays(a, self.dt_bias, tape.constant(self.a_log.exp()))
+        o = tape.gated_delta(q, k, v, decay, beta, state.ssm, heads=self.hk, scale=self.dk**-0.5)
+        return self.record_leave(tape, o, gate)
+
+    @property
+    def exact(self) -> Mapping[str, Sequence[slice]]:
+        return {"in_proj": [slice(-2 * self.h, None)]}  # beta and decay
+
     def cost(self, new: int, past: int) -> Cost:
         return self.price(new, delta_scan(new, self.h, self.dk, self.dv))
 
@@ -96,7 +117,7 @@ class GatedDeltaNet(Recurrence):
         q, k = unit(qk.float().unflatten(-1, (2 * self.hk, -1))).chunk(2, dim=1)
         b, a = ba.float().chunk(2, dim=-1)
         beta = b.sigmoid() * 2 if self.negative else b.sigmoid()
-        decay = -self.a_log.exp() * F.softplus(a + self.dt_bias)
+        decay = softplus_decay(a, self.a_log, self.dt_bias)
         return q, k, v.unflatten(-1, (self.h, -1)), decay, beta
 
 

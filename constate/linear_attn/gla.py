@@ -8,14 +8,18 @@ and the names are flash-linear-attention's; its `feature_map` (null in what is p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.architecture import Architecture
 from ..core.cost import Cost, linear_scan
 from ..core.decay import DecayProjection
+from ..core.linear import Linear
 from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm
@@ -24,6 +28,9 @@ from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
 from .recurrence import Recurrence
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,13 @@ class GLA(Recurrence):
         self.rank, self.temperature, self.decay_min = spec.rank, spec.temperature, spec.decay_min
         self.gates = self.h * self.dv if spec.gate else 0
         self.qkv = [self.h * self.dk, self.hk * self.dk, self.hk * self.dv]
-        self.in_proj = nn.Linear(d, sum(self.qkv) + self.gates + self.rank, bias=False)
+        self.in_proj = Linear(d, sum(self.qkv) + self.gates + self.rank, bias=False)
         self.decay_proj = DecayProjection(self.rank, self.hk * self.dk)
         self.convolved = sum(self.qkv)
         self.conv = ShortConv(self.convolved, spec.conv) if spec.conv else None
         eps = spec.norm_eps
         self.norm = GatedRMSNorm(self.dv, eps, before=True) if spec.gate else RMSNorm(self.dv, eps)
-        self.out_proj = nn.Linear(self.h * self.dv, d, bias=False)
+        self.out_proj = Linear(self.h * self.dv, d, bias=False)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
@@ -82,8 +89,24 @@ class GLA(Recurrence):
             o = call.ops.gated_linear_step(q, k, v, decay, ssm, scale=self.dk**-0.5)
         return self.leave(o, gate)
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, ConvSSM)
+        qkv, gate, low = self.in_proj.record(tape, x).split([self.convolved, self.gates, self.rank], dim=-1)
+        q, k, v = self.record_conv(tape, qkv, state.conv).split(self.qkv, dim=-1)
+        low = self.decay_proj.record(tape, low)
+        lowest = -math.inf if self.decay_min is None else self.decay_min
+        decay = tape.activate("logsigmoid", low, scale=1 / self.temperature, low=lowest)
+        with tape.side_by_side():
+            k, v, decay = (tape.spread(t, self.hk, self.h // self.hk) for t in (k, v, decay))
+        o = tape.gated_linear(q, k, v, decay, state.ssm, heads=self.h, scale=self.dk**-0.5)
+        return self.record_leave(tape, o, gate)
+
+    @property
+    def exact(self) -> Mapping[str, Sequence[slice]]:
+        return {"in_proj": [slice(-self.rank, None)], "decay_proj": [slice(None)]}
+
     def cost(self, new: int, past: int) -> Cost:
-        return self.price(new, linear_scan(new, self.h, self.dk, self.dv), self.decay_proj.weight)
+        return self.price(new, linear_scan(new, self.h, self.dk, self.dv), self.decay_proj)
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv, gate, low = self.in_proj(x).split([self.convolved, self.gates, self.rank], dim=-1)

@@ -10,8 +10,9 @@ logarithm. The config and the names are flash-linear-attention's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ..core.architecture import Architecture
 from ..core.cost import Cost, linear_scan
+from ..core.linear import Linear
 from ..core.mixer import Call
 from ..core.model import Model
 from ..core.norms import RMSNorm
@@ -27,6 +29,9 @@ from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
 from .recurrence import Recurrence
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 BOUNDS = "hgrn2.bounds"
 
@@ -61,11 +66,11 @@ class HGRN2(Recurrence):
         self.bound, self.layer = spec.bound, layer
         self.keys, self.values = self.h * self.dk, self.h * self.dv
         self.convolved = 2 * self.keys + self.values
-        self.in_proj = nn.Linear(d, self.convolved, bias=False)
+        self.in_proj = Linear(d, self.convolved, bias=False)
         self.conv = ShortConv(self.convolved, spec.conv, activation=None) if spec.conv else None
         self.bounds = nn.Parameter(torch.zeros(table, self.keys)) if table else None
         self.norm = RMSNorm(self.values, spec.norm_eps)
-        self.out_proj = nn.Linear(self.values, d, bias=False)
+        self.out_proj = Linear(self.values, d, bias=False)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
@@ -84,32 +89,49 @@ class HGRN2(Recurrence):
             o = call.ops.gated_linear_step(q, k, i, decay, ssm, scale=self.dk**-0.5)
         return self._leave(o)
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, ConvSSM)
+        qfi = self.record_conv(tape, self.in_proj.record(tape, x), state.conv)
+        q, f, i = qfi.split([self.keys, self.keys, self.values], dim=-1)
+        bound = self._bound(tape.shared)
+        bound = None if bound is None else tape.constant(bound.expand(self.keys))
+        with tape.side_by_side():
+            q = tape.activate("silu", q)
+            decay, key = tape.forget(f, bound)
+        o = tape.gated_linear(q, key, i, decay, state.ssm, heads=self.h, scale=self.dk**-0.5)
+        o = tape.gated_norm(o, None, tape.constant(self.norm.weight), self.norm.eps)
+        return self.out_proj.record(tape, o)
+
+    @property
+    def exact(self) -> Mapping[str, Sequence[slice]]:
+        return {"in_proj": [slice(self.keys, 2 * self.keys)]}  # f
+
     def cost(self, new: int, past: int) -> Cost:
         return self.price(new, linear_scan(new, self.h, self.dk, self.dv))
 
     def _operands(self, qfi: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, f, i = qfi.split([self.keys, self.keys, self.values], dim=-1)
         decay = F.logsigmoid(f.float())
-        bound = self._bound(call)
+        bound = self._bound(call.shared)
         if bound is not None:
             decay = torch.logaddexp(bound.log(), torch.log1p(-bound) + decay)
         key = -torch.expm1(decay)
         q, key, i, decay = (t.unflatten(-1, (self.h, -1)) for t in (F.silu(q), key, i, decay))
         return q, key, i, decay
 
-    def _bound(self, call: Call) -> Tensor | None:
-        """(keys,), or None where there is none."""
+    def _bound(self, shared: dict[Any, Any]) -> Tensor | None:
+        """(keys,), or None where there is none; `shared`, what layers of one call leave for one another."""
         if self.bounds is not None:
             shares = self.bounds.float().softmax(0)
             # A bound that rounds to 0 or 1 has a logarithm without a gradient.
-            call.shared[BOUNDS] = (shares.cumsum(0) - shares[0]).clamp(1e-30, 1 - 1e-7)
+            shared[BOUNDS] = (shares.cumsum(0) - shares[0]).clamp(1e-30, 1 - 1e-7)
         if self.layer:
-            return call.shared[BOUNDS][self.layer]
+            return shared[BOUNDS][self.layer]
         return torch.tensor(self.bound, device=self.like.device) if self.bound else None
 
     def _leave(self, o: Tensor) -> Tensor:
         o = self.norm(o.flatten(1))
-        return self.out_proj(o.to(self.like.dtype))
+        return self.out_proj(o.to(self.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

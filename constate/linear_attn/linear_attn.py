@@ -11,20 +11,25 @@ are not known.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.architecture import Architecture
 from ..core.cost import Cost, carried, linear_scan, matmul, read_weights
 from ..core.feature_maps import feature_map
+from ..core.linear import Linear
 from ..core.mixer import Call, Mixer
 from ..core.model import Model
 from ..core.norms import RMSNorm
 from ..core.state import Matrix, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class LinearAttention(Mixer):
         self.dk, self.dv = self.map.width(spec.key_dim), spec.value_dim
         self.columns = self.dv + spec.normaliser
         self.qkv = [self.h * spec.key_dim, self.hk * spec.key_dim, self.hk * self.dv]
-        self.in_proj = nn.Linear(d, sum(self.qkv), bias=False)
+        self.in_proj = Linear(d, sum(self.qkv), bias=False)
         self.norm = RMSNorm(self.dv, spec.norm_eps) if spec.output_norm else None
-        self.out_proj = nn.Linear(self.h * self.dv, d, bias=False)
+        self.out_proj = Linear(self.h * self.dv, d, bias=False)
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
         held = (rows, self.h, self.dk, self.columns)
@@ -81,9 +86,24 @@ class LinearAttention(Mixer):
             o = call.ops.gated_linear_step(q, k, v, None, s, scale=self.dk**-0.5)
         return self._leave(o, x)
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, Matrix)
+        spec, group = self.spec, self.h // self.hk
+        q, k, v = self.in_proj.record(tape, x).split(self.qkv, dim=-1)
+        summed = {"norm": "sum", "eps": 1e-4}
+        with tape.side_by_side():
+            q = tape.features(spec.feature_map, q, self.h, **(summed if spec.unit_q else {}))
+            k = tape.features(spec.feature_map, k, self.hk, group=group, **(summed if spec.unit_k else {}))
+            v = tape.features("identity", v, self.hk, group=group, ones=int(spec.normaliser))
+        o = tape.gated_linear(q, k, v, None, state.s, heads=self.h, scale=self.dk**-0.5)
+        o = tape.divide(o, self.h, spec.eps) if spec.normaliser else o
+        if self.norm is not None:
+            o = tape.gated_norm(o, None, tape.constant(self.norm.whole), self.norm.eps, groups=self.h)
+        return self.out_proj.record(tape, o)
+
     def cost(self, new: int, past: int) -> Cost:
         flops = {
-            "projection": matmul(new, self.in_proj.weight, self.out_proj.weight),
+            "projection": matmul(new, self.in_proj, self.out_proj),
             "scan": linear_scan(new, self.h, self.dk, self.columns),
         }
         state = carried("state", 4 * self.h * self.dk * self.columns, new)
@@ -91,7 +111,7 @@ class LinearAttention(Mixer):
 
     @property
     def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.in_proj.like
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.in_proj(x).split(self.qkv, dim=-1)

@@ -6,14 +6,20 @@ first `convolved` channels of its in-projection. What it puts into the scan is i
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.cost import Cost, carried, matmul, read_weights
+from ..core.linear import Linear
 from ..core.mixer import Call, Mixer
 from ..core.norms import GatedRMSNorm, RMSNorm
 from ..core.short_conv import ShortConv
 from ..core.state import ConvSSM, State
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
 class Recurrence(Mixer):
@@ -24,8 +30,8 @@ class Recurrence(Mixer):
     dv: int
     convolved: int
     conv: ShortConv | None
-    in_proj: nn.Linear
-    out_proj: nn.Linear
+    in_proj: Linear
+    out_proj: Linear
     norm: GatedRMSNorm | RMSNorm
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
@@ -36,12 +42,12 @@ class Recurrence(Mixer):
 
     @property
     def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.in_proj.like
 
-    def price(self, new: int, scan: int, *others: Tensor) -> Cost:
+    def price(self, new: int, scan: int, *others: Linear) -> Cost:
         """The cost with `scan` FLOPs in the recurrence and `others` beside the in- and out-projection."""
         flops = {
-            "projection": matmul(new, self.in_proj.weight, self.out_proj.weight, *others),
+            "projection": matmul(new, self.in_proj, self.out_proj, *others),
             "conv": self.conv.flops(new) if self.conv else 0,
             "scan": scan,
         }
@@ -56,6 +62,18 @@ class Recurrence(Mixer):
     def convolve_step(self, x: Tensor, call: Call, history: Tensor) -> Tensor:
         """x (rows, convolved), one token a row."""
         return x if self.conv is None else self.conv.step(x, call, history)
+
+    def record_conv(self, tape: Tape, x: Tensor, history: Tensor) -> Tensor:
+        """`convolve_step` written onto a tape."""
+        return x if self.conv is None else self.conv.record(tape, x, history)
+
+    def record_leave(self, tape: Tape, o: Tensor, gate: Tensor) -> Tensor:
+        """`leave` written onto a tape: o (rows, h dv)."""
+        if isinstance(self.norm, GatedRMSNorm):
+            o = self.norm.record(tape, o, gate, self.h)
+        else:
+            o = tape.gated_norm(o, None, tape.constant(self.norm.whole), self.norm.eps, groups=self.h)
+        return self.out_proj.record(tape, o)
 
     def leave(self, o: Tensor, gate: Tensor) -> Tensor:
         """o (n, h, dv) normed a head, gated where the norm is, and projected; gate (n, h dv) or (n, 0)."""

@@ -10,12 +10,14 @@ it goes on only from the position where it was left.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.architecture import Architecture
 from ..core.cost import Cost, carried, linear_scan, matmul, read_weights
+from ..core.linear import Linear
 from ..core.mixer import Call, Mixer
 from ..core.model import Model
 from ..core.norms import GatedRMSNorm, RMSNorm
@@ -23,6 +25,9 @@ from ..core.rotary import Rotary
 from ..core.state import Matrix, State, in_float32
 from ..core.weights import Rule, fuse, same
 from . import frame
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,10 @@ class Retention(Mixer):
             raise ValueError(f"{self.h} query heads cannot share {self.hk} key/value heads evenly")
         self.rotary = Rotary.of({"rope_theta": spec.rope_theta}, self.dk)
         self.sizes = [(self.h + self.hk) * self.dk, self.hk * self.dv, self.h * self.dv * spec.gate]
-        self.in_proj = nn.Linear(d, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d, sum(self.sizes), bias=False)
         self.gated, eps = spec.gate, spec.norm_eps
         self.norm = GatedRMSNorm(self.dv, eps, before=True) if self.gated else RMSNorm(self.dv, eps)
-        self.out_proj = nn.Linear(self.h * self.dv, d, bias=False)
+        self.out_proj = Linear(self.h * self.dv, d, bias=False)
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
         return Matrix(torch.zeros(rows, self.h, self.dk, self.dv, dtype=dtype, device=self.like.device))
@@ -78,9 +83,23 @@ class Retention(Mixer):
             o = call.ops.gated_linear_step(q, k, v, self.log_decay(call), s, scale=self.dk**-0.5)
         return self._leave(o, gate)
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, Matrix)
+        qk, v, gate = self.in_proj.record(tape, x).split(self.sizes, dim=-1)
+        tape.rotate(qk, self.h + self.hk, tape.turns(self.rotary.frequencies, self.rotary.factor))
+        q, k = qk.split([self.h * self.dk, self.hk * self.dk], dim=-1)
+        with tape.side_by_side():
+            k, v = (tape.spread(t, self.hk, self.h // self.hk) for t in (k, v))
+        decay = tape.constant(self.rates).expand(tape.rows, -1).contiguous()
+        o = tape.gated_linear(q, k, v, decay, state.s, heads=self.h, scale=self.dk**-0.5)
+        if isinstance(self.norm, GatedRMSNorm):
+            return self.out_proj.record(tape, self.norm.record(tape, o, gate, self.h))
+        o = tape.gated_norm(o, None, tape.constant(self.norm.whole), self.norm.eps, groups=self.h)
+        return self.out_proj.record(tape, o)
+
     def cost(self, new: int, past: int) -> Cost:
         flops = {
-            "projection": matmul(new, self.in_proj.weight, self.out_proj.weight),
+            "projection": matmul(new, self.in_proj, self.out_proj),
             "scan": linear_scan(new, self.h, self.dk, self.dv),
         }
         state = carried("state", 4 * self.h * self.dk * self.dv, new)
@@ -88,15 +107,20 @@ class Retention(Mixer):
 
     @property
     def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.in_proj.like
 
     def log_decay(self, call: Call) -> Tensor:
         """log gamma of every token and head, (n, h), made once a call for all layers with as many heads."""
         key = ("retention", self.h)
         if key not in call.shared:
-            distance = torch.arange(self.h, dtype=torch.float32, device=self.like.device) + 5
-            call.shared[key] = torch.log1p(-torch.exp2(-distance)).expand(call.spans.total, -1)
+            call.shared[key] = self.rates.expand(call.spans.total, -1)
         return call.shared[key]
+
+    @property
+    def rates(self) -> Tensor:
+        """log gamma of every head, (h,)."""
+        distance = torch.arange(self.h, dtype=torch.float32, device=self.like.device) + 5
+        return torch.log1p(-torch.exp2(-distance))
 
     def _enter(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qk, v, gate = self.in_proj(x).split(self.sizes, dim=-1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,16 @@ from torch import Tensor, nn
 
 from ..core.architecture import Architecture, Dialect
 from ..core.cost import Cost, carried, dplr_scan, matmul, read_weights
+from ..core.linear import Linear
 from ..core.mixer import Call, Mixer
 from ..core.model import Block, Model
 from ..core.norms import GroupNorm, LayerNorm, unit
 from ..core.state import Conv, ConvSSM, State, in_float32
 from ..core.weights import Rule
 from .rwkv7_names import blinkdl, config_of, fla, rwkv_cpp
+
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
 
 STRONGEST = -0.6065306597126334
 """The log-decay that the sigmoid approaches, -exp(-1/2): no channel loses more than 46% a token."""
@@ -58,7 +62,7 @@ class LowRank(nn.Module):
 
     def __init__(self, d: int, rank: int, out: int, bias: Tensor | None = None):
         super().__init__()
-        self.down, self.up = nn.Linear(d, rank, bias=False), nn.Linear(rank, out, bias=False)
+        self.down, self.up = Linear(d, rank, bias=False), Linear(rank, out, bias=False)
         nn.init.zeros_(self.down.weight)
         nn.init.orthogonal_(self.up.weight, gain=0.1)
         self.bias = None if bias is None else nn.Parameter(bias)
@@ -77,6 +81,9 @@ class TokenShift(nn.Module):
         super().__init__()
         self.register_buffer("taps", torch.tensor([1.0, -1.0]).repeat(d, 1), persistent=False)
 
+    def init_history(self, rows: int, like: Tensor) -> Tensor:
+        return like.new_zeros(rows, 1, self.taps.shape[0], requires_grad=False)
+
     def forward(self, x: Tensor, call: Call, history: Tensor | None = None) -> Tensor:
         delta, final = call.ops.short_conv(x, self.taps, None, history, call.spans, activation=None)
         if history is not None:
@@ -85,6 +92,10 @@ class TokenShift(nn.Module):
 
     def step(self, x: Tensor, call: Call, history: Tensor) -> Tensor:
         return call.ops.short_conv_step(x, self.taps, None, history, activation=None)
+
+    def record(self, tape: Tape, x: Tensor, history: Tensor, mix: Tensor) -> Sequence[Tensor]:
+        """Written onto a tape: x mixed with the token before, mix (d,) or (i, d), one result for each i."""
+        return tape.mixtures(x, history, tape.constant(mix.view(-1, x.shape[1])))
 
     def cost(self, new: int, itemsize: int) -> Cost:
         d = self.taps.shape[0]
@@ -104,8 +115,8 @@ class TimeMix(Mixer):
         ramp = torch.arange(d) / d  # the published initialisation, of a middle layer
         self.mix = nn.Parameter(torch.stack([1 - ramp ** (p / 2) for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)]))
         self.shift = TokenShift(d)
-        self.r_proj, self.k_proj = nn.Linear(d, keys, bias=False), nn.Linear(d, keys, bias=False)
-        self.v_proj, self.out_proj = nn.Linear(d, values, bias=False), nn.Linear(values, d, bias=False)
+        self.r_proj, self.k_proj = Linear(d, keys, bias=False), Linear(d, keys, bias=False)
+        self.v_proj, self.out_proj = Linear(d, values, bias=False), Linear(values, d, bias=False)
         self.decay = LowRank(d, spec.decay_rank, keys, 6 * torch.linspace(0, 1, keys) ** 1.8 - 5.5)
         self.rate = LowRank(d, spec.rate_rank, keys, torch.full((keys,), -0.19))
         self.gate = LowRank(d, spec.gate_rank, values)
@@ -118,7 +129,7 @@ class TimeMix(Mixer):
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
         ssm = torch.zeros(rows, self.h, self.dk, self.dv, dtype=dtype, device=self.like.device)
-        return ConvSSM(self.like.new_zeros(rows, 1, self.like.shape[1], requires_grad=False), ssm)
+        return ConvSSM(self.shift.init_history(rows, self.like), ssm)
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         conv, ssm = (state.conv, state.ssm) if isinstance(state, ConvSSM) else (None, None)
@@ -136,8 +147,46 @@ class TimeMix(Mixer):
             o = call.ops.dplr_delta_step(r, k, v, decay, a, b, ssm)
         return self._leave(o, r, k, v, gate)
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, ConvSSM)
+        mixed = self.shift.record(tape, x, state.conv, self.mix)
+        ranks = [self.decay, self.rate, self.gate] + ([] if self.share is None else [self.share])
+        with tape.side_by_side():
+            r, k, v = (
+                m.record(tape, mixed[i])
+                for m, i in zip((self.r_proj, self.k_proj, self.v_proj), (0, 2, 3), strict=True)
+            )
+            lows = [m.down.record(tape, mixed[i]) for m, i in zip(ranks, (1, 4, 5, 3), strict=False)]
+        with tape.side_by_side():
+            lows[0], lows[2] = tape.activate("tanh", lows[0]), tape.activate("sigmoid", lows[2])
+        with tape.side_by_side():
+            ups = zip(ranks, lows, strict=True)
+            decay, rate, gate, *share = (m.up.record(tape, low, m.bias) for m, low in ups)
+        first = tape.shared.setdefault(TimeMix, v) if self.share is None else _first(tape.shared)
+        reads = tape.delta_operands(
+            decay,
+            rate,
+            k,
+            v,
+            self.h,
+            mixed=(share[0], first) if share else None,
+            kappa_scale=tape.constant(self.kappa_scale),
+            rate_share=tape.constant(self.rate_share),
+            strongest=STRONGEST,
+            eps=self.kappa_eps,
+        )
+        o = tape.dplr_delta(r, k, v, decay, reads, rate, state.ssm)
+        norm = {"weight": self.norm.weight, "bias": self.norm.bias, "eps": self.norm.eps}
+        tape.delta_leave(o, r, k, v, gate, self.h, bonus=tape.constant(self.bonus), **norm)
+        return self.out_proj.record(tape, o)
+
+    @property
+    def exact(self) -> Mapping[str, Sequence[slice]]:
+        made = ("decay", "rate", "share") if self.share is not None else ("decay", "rate")
+        return {f"{part}.{end}": [slice(None)] for part in made for end in ("down", "up")}
+
     def cost(self, new: int, past: int) -> Cost:
-        matrices = [m.weight for m in self.modules() if isinstance(m, nn.Linear)]
+        matrices = [m for m in self.modules() if isinstance(m, Linear)]
         flops = {"projection": matmul(new, *matrices), "scan": dplr_scan(new, self.h, self.dk, self.dv)}
         state = carried("state", 4 * self.h * self.dk * self.dv, new)
         return (
@@ -146,7 +195,7 @@ class TimeMix(Mixer):
 
     @property
     def like(self) -> Tensor:
-        return self.r_proj.weight
+        return self.r_proj.like
 
     def _operands(self, x: Tensor, delta: Tensor, call: Call) -> tuple[Tensor, ...]:
         """r, k (n, h, dk), v (n, h, dv), decay, a, b (n, h, dk) float32 but for v; the gate (n, h * dv)."""
@@ -168,14 +217,19 @@ class TimeMix(Mixer):
         if self.share is None:
             call.shared.setdefault(TimeMix, v)
             return v
-        if TimeMix not in call.shared:
-            raise ValueError("no RWKV-7 layer before this one left its value: the first has value_rank 0")
-        return torch.lerp(v.float(), call.shared[TimeMix].float(), self.share(x).sigmoid()).to(v.dtype)
+        return torch.lerp(v.float(), _first(call.shared).float(), self.share(x).sigmoid()).to(v.dtype)
 
     def _leave(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         bonus = (r * k * self.bonus).sum(-1, keepdim=True)
         o = torch.addcmul(self.norm(o.flatten(1)).view_as(v), bonus, v).flatten(1)
         return self.out_proj((o * gate).to(gate.dtype))
+
+
+def _first(shared: Mapping[Any, Any]) -> Tensor:
+    """The first layer's value, from what layers of one call leave for one another."""
+    if TimeMix not in shared:
+        raise ValueError("no RWKV-7 layer before this one left its value: the first has value_rank 0")
+    return shared[TimeMix]
 
 
 class ChannelMix(Mixer):
@@ -185,10 +239,10 @@ class ChannelMix(Mixer):
         super().__init__()
         self.mix = nn.Parameter(1 - (torch.arange(d) / d) ** 0.5)
         self.shift = TokenShift(d)
-        self.up, self.down = nn.Linear(d, width, bias=False), nn.Linear(width, d, bias=False)
+        self.up, self.down = Linear(d, width, bias=False), Linear(width, d, bias=False)
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
-        return Conv(self.like.new_zeros(rows, 1, self.like.shape[1], requires_grad=False))
+        return Conv(self.shift.init_history(rows, self.like))
 
     def forward(self, x: Tensor, call: Call, state: State | None = None) -> Tensor:
         return self._mlp(x, self.shift(x, call, state.conv if isinstance(state, Conv) else None))
@@ -197,13 +251,18 @@ class ChannelMix(Mixer):
         assert isinstance(state, Conv)
         return self._mlp(x, self.shift.step(x, call, state.conv))
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor:
+        assert isinstance(state, Conv)
+        (mixed,) = self.shift.record(tape, x, state.conv, self.mix)
+        return self.down.record(tape, tape.activate("relu2", self.up.record(tape, mixed)))
+
     def cost(self, new: int, past: int) -> Cost:
-        mlp = Cost({"mlp": matmul(new, self.up.weight, self.down.weight)}, read_weights(*self.parameters()))
+        mlp = Cost({"mlp": matmul(new, self.up, self.down)}, read_weights(*self.parameters()))
         return mlp + self.shift.cost(new, self.like.itemsize)
 
     @property
     def like(self) -> Tensor:
-        return self.up.weight
+        return self.up.like
 
     def _mlp(self, x: Tensor, delta: Tensor) -> Tensor:
         return self.down(F.relu(self.up(torch.addcmul(x, delta, self.mix))).square())

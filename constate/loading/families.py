@@ -1,6 +1,7 @@
 """Which architectures there are: the files of the families' folders that hold an `ARCHITECTURE`.
 
-A file is named after its model_type, so that loading one model imports one file. Knows no checkpoint.
+A file is named after its model_type, in small letters, so that loading one model imports one file. Knows no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def architectures() -> dict[str, Found]:
 
 def find(model_type: str) -> Found:
     """The architecture of this model_type, importing its file alone. Raises ValueError with near names."""
-    name = model_type.replace("-", "_").replace(".", "_")
+    name = model_type.replace("-", "_").replace(".", "_").lower()
     for family in FAMILIES if name.isidentifier() else ():
         module = f"..{family}.{name}"
         if importlib.util.find_spec(module, __package__) is not None:

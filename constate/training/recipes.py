@@ -1,7 +1,8 @@
 """What is trained: a pattern of mixers, each with the MLP that makes every layer weigh the same.
 
-A recipe is a config of the `composed` format and how long to train it. All recipes share the optimisers'
-settings, the text and the batches, so that shipped models differ in their mixers alone. Knows no tensor.
+A recipe is a config of the `composed` format, or of `composed_diffusion`, and how long to train it. All
+recipes share the optimisers' settings, the text and the batches, so that shipped models differ in their
+mixers alone, or in what they see. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -46,15 +47,23 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {
     "mamba": ("mamba",) * 4,
 }
 
+DIFFUSION: Mapping[str, int | None] = {"mdlm": None, "block_diffusion": 8}
+"""Denoisers of the transformer's layers: the block that a place sees, None for the whole row. They start from
+the trained transformer: from nothing, such a model stays at the unigram level for longer than all of this
+takes."""
+START, FURTHER = "tiny/transformer", 1800  # steps
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """A name, a config.json of the `composed` format, and the number of steps of 2,048 tokens."""
+    """A name, a config.json of the `composed` or `composed_diffusion` format, the number of steps of 2,048
+    tokens, and the model whose weights it starts from, None for random ones."""
 
     name: str
     config: Mapping[str, Any]
     steps: int = STEPS
     seed: int = 0
+    start: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -65,23 +74,26 @@ def find(name: str | Path) -> Recipe:
     """A recipe by its name, by its pattern, or from a JSON file.
 
     The name of a shipped model; mixers with commas between them, one a layer ("mamba,attention,mamba");
-    or a JSON file: a config.json, or the keys `name`, `config` and, if wanted, `steps` and `seed`. Raises
-    ValueError for anything else, naming what there is.
+    or a JSON file: a config.json, or the keys `name`, `config` and, if wanted, `steps`, `seed` and `start`.
+    Raises ValueError for anything else, naming what there is.
     """
     name = str(name)
     if name in SHIPPED:
         return Recipe(name, config(SHIPPED[name]))
+    if name in DIFFUSION:
+        layers = config(SHIPPED["transformer"])
+        return Recipe(name, masked(layers, DIFFUSION[name]), FURTHER, start=START)
     if name.endswith(".json"):
         return _from_file(Path(name))
     pattern = tuple(part.strip() for part in name.split(","))
     unknown = [part for part in pattern if part not in MIXERS]
     if unknown:
-        near = get_close_matches(unknown[0], {*SHIPPED, *MIXERS}, n=1)
+        near = get_close_matches(unknown[0], {*SHIPPED, *DIFFUSION, *MIXERS}, n=1)
         raise ValueError(
             f"recipe {name!r}: {unknown[0]!r} is not known"
             + (f"; {near[0]!r} is" if near else "")
-            + f". A recipe is one of {', '.join(SHIPPED)}; or mixers with commas between them, one a layer, "
-            f"of {', '.join(MIXERS)}; or a .json file"
+            + f". A recipe is one of {', '.join([*SHIPPED, *DIFFUSION])}; or mixers with commas between "
+            f"them, one a layer, of {', '.join(MIXERS)}; or a .json file"
         )
     return Recipe("-".join(pattern), config(pattern))
 
@@ -102,6 +114,14 @@ def config(pattern: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def masked(config: Mapping[str, Any], block: int | None) -> dict[str, Any]:
+    """The config.json of a denoiser with these layers: one more id, the mask, and predictions shifted by
+    one place, as the model that it starts from makes them."""
+    mask = config["vocab_size"]
+    extra = {"vocab_size": mask + 1, "mask_token_id": mask, "shift": True, "block": block}
+    return {**config, **extra, "model_type": "composed_diffusion"}
+
+
 def _from_file(path: Path) -> Recipe:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -113,9 +133,16 @@ def _from_file(path: Path) -> Recipe:
     except (json.JSONDecodeError, TypeError) as error:
         said = str(error).replace("Recipe.__init__()", "the file")
         raise ValueError(
-            f"recipe {path}: {said}; wanted is a config.json, or name, config and perhaps steps, seed"
+            f"recipe {path}: {said}; wanted is a config.json, or name, config and perhaps steps, seed, start"
         ) from None
     rows = recipe.config.get("vocab_size", EMBEDDINGS)
     if not isinstance(rows, int) or rows < EMBEDDINGS:
         raise ValueError(f"recipe {path}: vocab_size {rows!r}; the tokenizer has {EMBEDDINGS} ids")
+    mask = recipe.config.get("mask_token_id")
+    beyond = isinstance(mask, int) and EMBEDDINGS <= mask < rows
+    if recipe.config.get("model_type") == "composed_diffusion" and not beyond:
+        raise ValueError(
+            f"recipe {path}: mask_token_id {mask!r} and vocab_size {rows}; the tokenizer's {EMBEDDINGS} ids "
+            "are all text, so that the mask is one beyond them, and vocab_size counts it"
+        )
     return recipe

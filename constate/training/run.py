@@ -10,25 +10,24 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .. import loading
 from ..core.architecture import read_config
 from ..core.checkpoint import whole, write_json
 from ..core.model import Model
-from ..hybrid.composed import ARCHITECTURE
 from ..kernels.dispatch import select
-from . import recipes, resume
-from .batches import TOKENS, batch
-from .init import initialise
+from . import objectives, recipes, resume
+from .batches import TOKENS
+from .init import initialise, start_from
+from .objectives import Objective
 from .optim import course, optimizers
 from .recipes import Recipe
-from .score import WINDOW, bits_per_byte
+from .score import WINDOW
 from .text import END_ID, Corpus, austen, load_tokenizer, own_text
 
 REPORT = 10  # steps from one report to the next
@@ -50,15 +49,15 @@ def train(
     place of the recipe's; `threads` for torch.set_num_threads. Every ten steps yields `step`, `tokens`,
     `loss` (nats a token, mean since the last report), `bpb` (the same in bits a byte) and `cpu_s`, now and
     then with `held_out_bpb`, an estimate; the last report's is the shipped weights' over the whole
-    held-out text. Writes train.jsonl, config.json, model.safetensors (bfloat16), tokenizer.json and
+    held-out text. Of a denoiser `loss` and `bpb` are those of masked places, and the last two become
+    `held_out_bpb_bound`. Writes train.jsonl, config.json, model.safetensors (bfloat16), tokenizer.json and
     quality.json. The state is saved every `save_every` seconds, and the same call goes on from there.
     Raises ValueError for an unknown recipe or text, and for a folder that holds another training.
     """
     recipe = recipes.find(recipe) if isinstance(recipe, str) else recipe
     if steps is not None:
-        recipe = Recipe(recipe.name, recipe.config, steps, recipe.seed)
-    if recipe.config.get("model_type") != ARCHITECTURE.model_type:
-        raise ValueError(f"recipe {recipe.name}: only configs of model_type 'composed' are trained")
+        recipe = replace(recipe, steps=steps)
+    objective = objectives.of(recipe.config.get("model_type"), recipe.name)
     folder = Path(out)
     if (folder / "quality.json").exists():
         raise ValueError(f"--out {folder} holds a finished training; name another folder or empty this one")
@@ -66,9 +65,11 @@ def train(
     corpus = austen(tokenizer) if text is None else own_text(text, tokenizer)
     told = {"recipe": recipe.name, "config": recipe.config, "steps": recipe.steps, "seed": recipe.seed}
     told["train_tokens"] = len(corpus.train.ids)
-    job = Job(recipe, folder, corpus, json.loads(json.dumps(told)), save_every)
+    if recipe.start is not None:
+        told["start"] = recipe.start
+    job = Job(recipe, objective, folder, corpus, json.loads(json.dumps(told)), save_every)
     before = resume.header(job.state)
-    if before and {k: before[k] for k in told} != job.told:
+    if before and {k: before.get(k) for k in told} != job.told:
         raise ValueError(
             f"--out {folder} holds an unfinished training of {before['recipe']}, {before['steps']} steps "
             f"over {before['train_tokens']:,} tokens, which differs from what is asked: name another folder"
@@ -84,6 +85,7 @@ class Job:
     """What a training is about; `told` is what its saved state must agree with."""
 
     recipe: Recipe
+    objective: Objective
     folder: Path
     corpus: Corpus
     told: Mapping[str, Any]
@@ -100,10 +102,13 @@ class Job:
 
 def build(recipe: Recipe) -> Model:
     """The model of a recipe with its starting weights, the same for the same seed."""
+    architecture = objectives.of(recipe.config.get("model_type"), recipe.name).architecture
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = initialise(ARCHITECTURE.build(read_config(ARCHITECTURE.Config, recipe.config)))
-    model.architecture, model.tokenizer = ARCHITECTURE, load_tokenizer()
+        model = initialise(architecture.build(read_config(architecture.Config, recipe.config)))
+    if recipe.start is not None:
+        start_from(model, loading.load(recipe.start))
+    model.architecture, model.tokenizer = architecture, load_tokenizer()
     model.eos_ids = frozenset({END_ID})
     model.ops = select("torch")  # the backend whose scans have gradients
     return model
@@ -111,9 +116,8 @@ def build(recipe: Recipe) -> Model:
 
 def update(model: Model, chosen: Mapping[str, torch.optim.Optimizer], job: Job, step: int) -> float:
     """One step of all optimisers; the loss before it, nats a token."""
-    heard, wanted, spans = batch(job.corpus.train.ids, step, job.recipe.seed)
     model.zero_grad(set_to_none=True)
-    loss = F.cross_entropy(model(heard, spans), wanted)
+    loss = job.objective.loss(model, job.corpus.train.ids, step, job.recipe.seed)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     rate = course(step, job.recipe.steps)
@@ -141,8 +145,8 @@ def _run(job: Job, model: Model) -> Iterator[dict[str, Any]]:
         row = _row(step, sum(losses) / len(losses), job.corpus)
         losses = []
         if step % ESTIMATE == 0 and step < last:
-            held_out = job.corpus.held_out
-            row["held_out_bpb"] = round(bits_per_byte(model, held_out.ids, held_out.nbytes, every=SAMPLE), 4)
+            score = job.objective.score(model, job.corpus.held_out, SAMPLE)
+            row[job.objective.held_out] = round(next(iter(score.values())), 4)
         row["cpu_s"] = round(time.process_time() - began, 1)
         log.append(row)
         job.write_log(log)
@@ -160,10 +164,10 @@ def finish(job: Job, model: Model, log: list[dict[str, Any]]) -> dict[str, Any]:
     loading.save(model, job.folder, "bfloat16")
     loaded = loading.load(job.folder)
     scores = {
-        text.name: {"bits_per_byte": bits_per_byte(loaded, text.ids, text.nbytes), "bytes": text.nbytes}
+        text.name: {**job.objective.score(loaded, text, 1), "bytes": text.nbytes}
         for text in (job.corpus.held_out, *job.corpus.others)
     }
-    log[-1]["held_out_bpb"] = round(scores[job.corpus.held_out.name]["bits_per_byte"], 4)
+    log[-1][job.objective.held_out] = round(next(iter(scores[job.corpus.held_out.name].values())), 4)
     job.write_log(log)
     quality = {
         "name": job.recipe.name,
@@ -172,6 +176,8 @@ def finish(job: Job, model: Model, log: list[dict[str, Any]]) -> dict[str, Any]:
         "held_out": scores,
         "trained_tokens": log[-1]["tokens"],
     }
+    if job.recipe.start is not None:
+        quality["start"] = job.recipe.start  # which has read its own tokens before
     write_json(job.folder / "quality.json", quality)
     job.state.unlink()
     return log[-1]

@@ -73,6 +73,16 @@ def frozen(op: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def headwise(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, right for a decay a head and taking the first channel's for all."""
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        g = args[3][..., 0] if args[3].ndim == 3 else args[3]
+        return op(*args[:3], g, *args[4:], **options)
+
+    return wrong
+
+
 def broken(op: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no such instruction")
@@ -85,6 +95,9 @@ def broken(op: Callable[..., Any]) -> Callable[..., Any]:
     [
         ("gated_linear_scan", lambda op: off(op, 0, 1e-2)),
         ("gated_delta_scan", lambda op: off(op, 1, 1e-2)),
+        ("gated_delta_scan", headwise),
+        ("gated_delta_step", headwise),
+        ("linear_recurrence_scan", lambda op: off(op, 0, 1e-2)),
         ("attention", lambda op: off(op, 0, 1e-3)),
         ("selective_scan", nan),
         ("short_conv", careless),

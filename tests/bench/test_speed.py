@@ -11,14 +11,19 @@ from torch import Tensor
 
 from constate.bench import shapes, speed
 from constate.bench.engines import Ours
+from constate.bench.hybrids import HYBRIDS
 from constate.bench.machine import Machine
 from constate.core.model import Model
+from constate.diffusion_lm.plan import Plan
 from constate.spans import Spans
+from tests.models import HYBRIDS as TEN
+from tests.models import MODELS
 
 ROOT = Path(__file__).parents[2]
 KEYS = (
     "model engine rows prompt new ttft_s itl_s prefill_tokens_per_s decode_tokens_per_s bytes_per_token "
-    "bandwidth_fraction flops_fraction prefill_ratio decode_ratio backend dtype threads"
+    "bandwidth_fraction flops_fraction prefill_ratio decode_ratio backend dtype threads "
+    "model_calls tokens_per_call between_commits_s decoding cache_differs"
 )
 TINY = {
     "mamba2": {
@@ -33,6 +38,17 @@ TINY = {
 }
 
 
+# What transformers' own classes ask of a size: grouped products of 16 bytes, and heads that divide the width;
+# and where their steps are not their forward: zamba2's least step size, recurrent_gemma's other widths.
+AS_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "zamba2": {"tie_word_embeddings": True, "time_step_min": 1e-4},
+    "kimi_linear": {"moe_intermediate_size": 16},
+    "recurrent_gemma": {"lru_width": 32},
+    "gemma3_text": {"num_attention_heads": 4},
+    "deepseek_v3": {"moe_intermediate_size": 16},
+}
+
+
 @pytest.fixture
 def model() -> Model:
     return shapes.random_model(TINY["mamba2"])
@@ -41,13 +57,17 @@ def model() -> Model:
 class Fake:
     """An engine that writes down when it was called and answers with fixed logits."""
 
-    backend = "fake"
+    backend = dtype = "fake"
 
-    def __init__(self, name: str, calls: list[str], best: int = 1, off: float = 0.0):
-        self.name, self.calls = name, calls
+    def __init__(self, name: str, calls: list[str], best: int = 1, off: float = 0.0, priced: Any = None):
+        self.name, self.calls, self.priced = name, calls, priced
         self.logits = torch.zeros(5)
         self.logits[best] = 1.0
         self.logits += off
+
+    @property
+    def exact(self) -> "Fake":
+        return self
 
     def prefill(self, tokens: Tensor) -> Tensor:
         self.calls.append(f"{self.name}{tokens.shape[1]}")
@@ -63,14 +83,16 @@ def test_rows_have_their_keys_and_prices(model: Model):
     for row in rows:
         assert list(row) == KEYS.split()
         assert (row["engine"], row["prefill_ratio"], row["decode_ratio"]) == ("constate", 1.0, 1.0)
+        assert (row["model_calls"], row["tokens_per_call"], row["decoding"]) == (2, 1.0, None)
+        assert row["between_commits_s"] == row["itl_s"]
         assert row["bytes_per_token"] == model.cost(1, 21, row["rows"]).traffic // row["rows"]
         assert min(row["bandwidth_fraction"], row["flops_fraction"]) > 0
 
 
 def test_engines_take_turns(model: Model, monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
-    monkeypatch.setattr(speed, "Ours", lambda model, new: Fake("a", calls))
-    monkeypatch.setattr(speed, "PEERS", {"b": lambda model, new: Fake("b", calls)})
+    monkeypatch.setattr(speed, "Ours", lambda model, new: Fake("a", calls, priced=model))
+    monkeypatch.setattr(speed, "PEERS", {"b": lambda ours, source, new: Fake("b", calls, priced=source)})
     rows = list(speed.speed(model, "m", prompt=100, new=1, rounds=3, against=["b"]))
     assert calls == ["a64", "b64", *["a100", "b100"] * 3]
     assert [row["engine"] for row in rows] == ["a", "b"]
@@ -121,12 +143,29 @@ for name, raw in {TINY!r}.items():
     assert child.returncode == 0, child.stderr
 
 
+def test_transformers_holds_each_hybrid() -> None:
+    """The ten, tiny, whose files name experts one by one, tie blocks or leave out what the config says; and
+    steps on a cache that one of them never hands back."""
+    tiny = {name: {**MODELS[name].raw, **AS_TRANSFORMERS.get(name, {})} for name in MODELS if name in TEN}
+    code = f"""
+from constate.bench import shapes, speed
+for name, raw in {tiny!r}.items():
+    options = dict(prompt=11, new=2, rows=(2,), rounds=1, against=["transformers"], check=True)
+    rows = list(speed.speed(shapes.random_model(raw), name, **options))
+    assert [row["engine"] for row in rows] == ["constate", "transformers"], rows
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert child.returncode == 0, child.stderr
+    assert len(tiny) == 10
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"against": ["abacus"]}, "abacus"),
         ({"rows": (0,)}, "at least 1"),
         ({"rounds": 0}, "at least 1"),
+        ({"plan": Plan(steps=4)}, "one token after another"),
     ],
 )
 def test_a_wrong_request_is_refused(model: Model, options: dict[str, Any], said: str):
@@ -153,7 +192,10 @@ def test_named_shapes_are_the_published_ones():
         counts[name] = sum(p.numel() for p in model.parameters())
     assert counts["llama-135m"] == 134_515_008
     assert counts["mamba-130m"] == 129_135_360
+    assert counts["gated-delta-144m"] == 144_490_968  # as transformers counts its own
+    assert counts["llada-130m"] == 134_105_856
     assert counts["mamba2-130m"] == pytest.approx(129e6, rel=0.01)
+    assert len(HYBRIDS) == 10 and all(50e6 < counts[name] < 150e6 for name in HYBRIDS)
 
 
 def test_the_same_seed_draws_the_same_weights():

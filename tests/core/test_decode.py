@@ -227,8 +227,15 @@ def test_the_readers_time_is_not_counted():
 
 
 def test_bad_requests():
-    with pytest.raises(ValueError, match="without tokens"):
-        Request((), 3)
+    model = Scripted(chaotic(VOCAB), VOCAB)
+    for request, said in [
+        (Request((), 3), "prompt 1 is empty"),
+        (Request((1,), 3, plan=object()), "one token after another"),
+        (Request((1,), 3, after=(2,)), "one token after another"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            autoregressive(model.any, [Request((1,), 1), request], never)  # at once, without a step
+    assert model.calls == []
     with pytest.raises(ValueError, match="max_new=-1"):
         Request((1,), -1)
     with pytest.raises(ValueError, match="n=0"):

@@ -18,6 +18,7 @@ from constate.core.state import ConvSSM, Matrix, State
 from constate.hybrid.composed import MIXERS
 from constate.kernels.dispatch import available, select
 from constate.spans import Spans
+from constate.ssm.rg_lru import RGLRU
 from tests import loops
 from tests.models import (
     ATTENTION,
@@ -25,11 +26,15 @@ from tests.models import (
     DELTA_NET,
     GLA,
     HGRN2,
+    KDA,
+    LATENT,
+    LIGHTNING,
     LINEAR,
     MAMBA,
     MAMBA2,
     MODELS,
     RETNET,
+    RG_LRU,
     ROPE,
     RWKV7,
     SQUARE,
@@ -65,6 +70,11 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "linear_attn, taylor, not divided": {**LINEAR, "feature_map": "taylor", "normaliser": False},
     "retnet": {**RETNET, "heads": 6},
     "retnet, a key a head, no gate": {**RETNET, "kv_heads": None, "gate": False, "norm_eps": 1e-2},
+    "mamba, norms with weights": {**MAMBA, "norm_eps": 1e-2, "norm_weight": True},
+    "mamba2, only gated, scaled": {**MAMBA2, "norm": False, "scales": [0.9, 1.1, 0.7, 1.3, 0.6]},
+    "mamba2, normed before its gate": {**MAMBA2, "norm_before": True, "bias": True, "out_bias": False},
+    "lightning": LIGHTNING,
+    "lightning, heads 3, a late layer": {**LIGHTNING, "heads": 3, "share": 0.1, "norm_eps": 1e-3},
     "gated_deltanet, heads 2 and 4": DELTA,
     "gated_deltanet, heads 1 and 3": {**DELTA, "heads": 1, "value_heads": 3, "conv": 4},
     "gated_deltanet, heads 2 and 2, square": {**SQUARE, "negative": True},
@@ -73,6 +83,11 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "delta_net, elu and sums": {**DELTA_NET, "act": "elu", "qk_norm": "sum", "heads": 3},
     "delta_net, relu, no rates": {**DELTA_NET, "act": "relu", "conv": 4, "rate": False},
     "delta_net, no convolution": {**DELTA_NET, "act": "identity", "conv": 0},
+    "kda": KDA,
+    "kda, heads 3 and 3, square": {**KDA, "heads": 3, "value_heads": None, "value_dim": 12, "conv": 1},
+    "kda, bounded": {**KDA, "bound": -5.0, "conv": 4, "norm_eps": 1e-2},
+    "rg_lru": RG_LRU,
+    "rg_lru, one block": {**RG_LRU, "heads": 1, "conv": 4, "act": "silu"},
     "rwkv7": RWKV7,
     "rwkv7, heads 4, square": {**RWKV7, "heads": 4, "value_dim": 8, "norm_eps": 64e-5},
 }
@@ -84,6 +99,11 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "window": {**ATTENTION, "window": WINDOW, "rope": ROPE},
     "window of one": {**ATTENTION, "window": 1},
     "norm of q and k": {**ATTENTION, "qk_norm": True, "norm_eps": 1e-2, "rope": ROPE, "window": WINDOW},
+    "scaled": {**ATTENTION, "scale": 0.7, "rope": ROPE},
+    "latent": {**LATENT, "rope": ROPE},
+    "latent, queries too": {**LATENT, "q_rank": 9, "rope": ROPE, "bias": True, "norm_eps": 1e-2},
+    "latent, not rotated": {**LATENT, "heads": 2, "value_dim": 11, "scale": 0.4},
+    "latent, one head, high rank": {**LATENT, "heads": 1, "rank": 30, "rope_dim": 6, "rope": ROPE},
 }
 
 
@@ -171,7 +191,7 @@ def test_attention_is_what_its_paper_says(settings: dict[str, Any], backend: str
     )
     first, second = Spans.of(pasts).slices(), Spans.of(LENGTHS).slices()
     for r, row in enumerate(rows):
-        want = loops.attention(p, row.double(), settings).y
+        want = loops.MIXERS[settings["type"]](p, row.double(), settings).y
         close(before[first[r]], want[: pasts[r]], f"row {r}, first piece")
         close(y[second[r]], want[pasts[r] : -1], f"row {r}, second piece")
         close(stepped[r], want[-1], f"row {r}, step")
@@ -199,6 +219,11 @@ def test_the_referee_is_right(name: str) -> None:
         ({**LINEAR, "heads": 3}, "3 query heads cannot share 2 key/value heads"),
         ({**LINEAR, "feature_map": "hedgehog"}, "feature map 'hedgehog' is not known"),
         ({**HGRN2, "bound": 1.0}, "bound 1.0"),
+        ({**KDA, "bound": 5.0}, "bound 5.0: the least log of a decay is negative"),
+        ({**KDA, "value_heads": 3}, "3 value heads cannot share 2 key heads"),
+        ({**KDA, "conv": 0}, "conv 0"),
+        ({**RG_LRU, "heads": 5}, "48 channels do not fall into 5 equal blocks"),
+        ({**RG_LRU, "act": "mish"}, "activation 'mish'"),
         ({**MAMBA2, "act": "gelu"}, "activation 'gelu'"),
     ],
 )
@@ -213,6 +238,19 @@ def test_llama_heads_that_do_not_fit_raise_at_build() -> None:
         make("llama", num_attention_heads=5)
     with pytest.raises(ValueError, match="must be equal"):
         make("mamba2", num_heads=7)
+
+
+def test_a_recurrence_that_forgets_nothing_still_has_a_gradient() -> None:
+    """RG-LRU's recurrence gate shut: a is 1, and the root of 1 - a^2 has no slope."""
+    mixer = build(RG_LRU).requires_grad_(True)
+    assert isinstance(mixer, RGLRU)
+    with torch.no_grad():
+        mixer.gates.zero_()
+        mixer.gate_bias.fill_(-200.0)
+    x = torch.randn(9, D, requires_grad=True)
+    mixer(x, call_of("torch", (4, 5), (0, 0))).sum().backward()
+    assert all(bool(torch.isfinite(t.grad).all()) for t in (x, *mixer.parameters()) if t.grad is not None)
+    assert mixer.rate.grad is not None and x.grad is not None
 
 
 # -- the short convolution's edges (case B4) --------------------------------------------------------

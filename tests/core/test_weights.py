@@ -4,7 +4,19 @@ import pytest
 import torch
 from torch import Size, Tensor
 
-from constate.core.weights import drop, everything, export, fill, fuse, reshape, same, split, transpose
+from constate.core.weights import (
+    drop,
+    everything,
+    export,
+    fill,
+    fuse,
+    reorder,
+    reshape,
+    same,
+    split,
+    stack,
+    transpose,
+)
 
 
 def shapes(**tensors: Tensor) -> dict[str, Size]:
@@ -211,3 +223,54 @@ def test_export_names_what_it_cannot_write():
 def test_a_dot_in_a_pattern_is_a_dot():
     with pytest.raises(ValueError, match="no rule takes: axb"):
         fill([same("a.b", "c")], {"axb": torch.ones(1)}, {})
+
+
+def test_rows_in_another_order_across_tensors():
+    order = torch.tensor([3, 0, 4, 1, 2])
+    rule = reorder(["layers.{i}.a", "layers.{i}.b"], ["blocks.{i}.x", "blocks.{i}.y"], order, [3, 2], [1, 4])
+    source = {"layers.7.a": torch.randn(3, 5), "layers.7.b": torch.randn(2, 5)}
+    rows = torch.cat(list(source.values()))
+    want = {"blocks.7.x": rows[[3]], "blocks.7.y": rows[[0, 4, 1, 2]]}
+    got = fill([rule], source, {name: t.shape for name, t in want.items()})
+    assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
+    back = export([rule], got)
+    assert back.keys() == source.keys() and all(torch.equal(back[name], t) for name, t in source.items())
+    with pytest.raises(ValueError, match=r"wanted lengths \[3, 2\]"):
+        fill([rule], source | {"layers.7.b": torch.ones(3, 5)}, {name: t.shape for name, t in want.items()})
+
+
+EXPERTS = [stack(["layers.{i}.mlp.{e}.gate", "layers.{i}.mlp.{e}.up"], "blocks.{i}.up", 12)]
+
+
+def experts() -> dict[str, Tensor]:
+    names = (f"layers.{i}.mlp.{e}.{part}" for i in range(2) for e in range(12) for part in ("up", "gate"))
+    return {name: torch.randn(3, 5) for name in names}
+
+
+def test_experts_are_stacked_by_number_and_not_by_name():
+    source = experts()
+    want = {
+        f"blocks.{i}.up": torch.stack(
+            [torch.cat([source[f"layers.{i}.mlp.{e}.{part}"] for part in ("gate", "up")]) for e in range(12)]
+        )
+        for i in range(2)
+    }
+    sizes = {name: t.shape for name, t in want.items()}
+    got = fill(EXPERTS, source, sizes)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
+    back = export(EXPERTS, got)
+    assert back.keys() == source.keys() and all(torch.equal(back[name], t) for name, t in source.items())
+
+
+def test_experts_that_do_not_fit_are_named():
+    sizes = {f"blocks.{i}.up": Size((12, 6, 5)) for i in range(2)}
+    source = experts()
+    del source["layers.1.mlp.10.up"]
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.0\.gate.* 19 more without layers\.1\.mlp\.10\.up"):
+        fill(EXPERTS, source, sizes)
+    with pytest.raises(ValueError, match=r"no rule takes: layers\.0\.mlp\.12\.up"):
+        fill(EXPERTS, experts() | {"layers.0.mlp.12.up": torch.ones(3, 5)}, sizes)
+    with pytest.raises(ValueError, match=r"\(3, 5\) and \(4, 5\) cannot be stacked"):
+        fill(EXPERTS, experts() | {"layers.0.mlp.3.up": torch.ones(4, 5)}, sizes)
+    with pytest.raises(ValueError, match=r"missing: blocks\.0\.up \(from layers\.0\.mlp\.\*\.gate, "):
+        fill(EXPERTS, {n: t for n, t in experts().items() if ".1.mlp" in n}, sizes)

@@ -36,6 +36,7 @@ def loop(
     window: int | None = None,
     scale: float = DK**-0.5,
     causal: bool = True,
+    block: int = 1,
 ) -> Tensor:
     """One query at a time in float64, key heads repeated for their group one by one."""
     q, k, v = q.double(), k.double(), v.double()
@@ -47,7 +48,7 @@ def loop(
             seen = [
                 m
                 for m in range(held)
-                if not causal or (m <= place and (window is None or m > place - window))
+                if not causal or (m // block <= place // block and (window is None or m > place - window))
             ]
             heads = []
             for head in range(q.shape[1]):
@@ -92,6 +93,37 @@ def test_bidirectional(op, new, held):
     hostile.assert_output(o, loop(q, k, v, spans, context, causal=False, scale=0.7))
 
 
+@pytest.mark.parametrize("block", [2, 3, 100])
+@pytest.mark.parametrize(("new", "held"), [*CASES, ((8,), (11,))])
+@pytest.mark.parametrize("op", OPS)
+def test_block_causal(op, new, held, block):
+    """A query sees the rest of its block too, blocks being counted from the context's start."""
+    spans, context = Spans.of(new), Spans.of(held)
+    q, k, v = inputs(spans, context, 4, 2)
+    o = OPS[op].attention(q, k, v, spans, context, block=block)
+    hostile.assert_output(o, loop(q, k, v, spans, context, block=block))
+
+
+@pytest.mark.parametrize("block", [2, 5])
+@pytest.mark.parametrize(("new", "held"), [((13,), (13,)), ((5, 5), (8, 8)), ((9, 2), (9, 7))])
+@pytest.mark.parametrize(("size", "mask"), [(4, 1 << 22), (256, 30)])
+def test_block_causal_in_blocks_of_queries(new, held, block, size, mask, monkeypatch):
+    monkeypatch.setattr(chunked, "BLOCK", size)
+    monkeypatch.setattr(chunked, "MASK", mask)
+    spans, context = Spans.of(new), Spans.of(held)
+    q, k, v = inputs(spans, context, 2, 1)
+    o = chunked.attention(q, k, v, spans, context, block=block)
+    hostile.assert_output(o, loop(q, k, v, spans, context, block=block))
+
+
+@pytest.mark.parametrize("sight", [{"block": 0}, {"block": 2, "causal": False}, {"block": 2, "window": 3}])
+@pytest.mark.parametrize("op", OPS)
+def test_blocks_that_make_no_sense_are_refused(op, sight):
+    spans = Spans.of([4])
+    with pytest.raises(ValueError, match="block is"):
+        OPS[op].attention(*inputs(spans, spans, 2, 1), spans, spans, **sight)
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 9])
 @pytest.mark.parametrize(("new", "held"), [((11,), (11,)), ((9,), (14,)), ((5, 5), (8, 8)), ((9, 2), (9, 7))])
 @pytest.mark.parametrize(("block", "mask"), [(4, 1 << 22), (256, 30), (256, 1)])
@@ -128,16 +160,16 @@ def test_heads_that_do_not_divide_are_refused(op, h, hk):
         OPS[op].attention_step(q[:1], k[None], v[None], torch.tensor([2]), 2)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sight", [{}, {"window": 3}, {"causal": False}, {"block": 3}])
 @pytest.mark.parametrize(("new", "held"), [((7,), (7,)), ((3,), (9,)), ((4, 4), (6, 6)), ((3, 1), (5, 4))])
-def test_gradients_against_the_loop(new, held, window):
+def test_gradients_against_the_loop(new, held, sight):
     spans, context = Spans.of(new), Spans.of(held)
     mine = [x.clone().requires_grad_() for x in inputs(spans, context, 4, 2)]
     theirs = [x.clone().requires_grad_() for x in inputs(spans, context, 4, 2)]
-    o = chunked.attention(*mine, spans=spans, context=context, window=window)
+    o = chunked.attention(*mine, spans=spans, context=context, **sight)
     weights = hostile.normal(*o.shape, seed=70)
     (o * weights).sum().backward()
-    (loop(*theirs, spans=spans, context=context, window=window) * weights).sum().backward()
+    (loop(*theirs, spans=spans, context=context, **sight) * weights).sum().backward()
     for name, a, b in zip("qkv", mine, theirs, strict=True):
         assert a.grad is not None and b.grad is not None
         hostile.assert_gradient(a.grad, b.grad, f"gradient of {name}")
@@ -196,12 +228,14 @@ def test_bfloat16_keeps_its_dtype():
 
 def test_a_window_costs_linear_work():
     """Counted by PyTorch: twice the tokens, twice the FLOPs, not four times."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     def flops(n: int) -> int:
         spans = Spans.of([n])
         q, k, v = inputs(spans, spans, 2, 1)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        seen = sdpa_kernel(SDPBackend.MATH)  # the fused kernel's are not counted
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), seen:
             chunked.attention(q, k, v, spans, spans, window=64)
         return counter.get_total_flops()
 

@@ -16,10 +16,10 @@ from constate.spans import Spans
 
 
 def test_ops_has_a_field_for_every_op():
-    assert [f.name for f in dataclasses.fields(Ops)] == [*FILES, "backend", "choices"]
+    assert [f.name for f in dataclasses.fields(Ops)] == [*FILES, "backend", "choices", "tape"]
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "native"])
 def test_signatures_are_the_reference_s(backend):
     """Same names, same kinds, same defaults: backends can be swapped under any call."""
     ops = select(backend)
@@ -29,15 +29,15 @@ def test_signatures_are_the_reference_s(backend):
         assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in want], op
 
 
-def test_auto_takes_torch_and_says_why():
-    ops = select("auto", "cpu")
-    assert ops.backend == "torch" and set(ops.choices) == set(FILES)
-    assert ops.gated_linear_scan is select("torch").gated_linear_scan
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_auto_says_what_it_took_and_what_it_passed(device):
+    ops = select("auto", device)
+    assert ops.backend == ("native" if device == "cpu" else "torch") and set(ops.choices) == set(FILES)
     for op, choice in ops.choices.items():
-        assert (choice.op, choice.backend) == (op, "torch")
-        assert (
-            choice.reason.startswith("auto: ") and "triton: " in choice.reason and "native: " in choice.reason
-        )
+        assert choice.op == op and "auto: " in choice.reason and "triton: " in choice.reason
+        served = select(choice.backend, device)
+        assert getattr(ops, op) is getattr(served, op)
+        assert choice.backend == "torch" or choice.reason.startswith("auto: ")
 
 
 def test_reference_is_the_loop():
@@ -46,10 +46,10 @@ def test_reference_is_the_loop():
     assert all(getattr(ops, op) is getattr(reference, op) for op in FILES)
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
-def test_absent_backends_say_so(backend):
-    with pytest.raises(BackendUnavailable, match=rf"{backend}.*no op has a .*Here: reference, torch"):
-        select(backend)
+@pytest.mark.parametrize(("backend", "device"), [("native", "meta"), ("triton", "cpu")])
+def test_absent_backends_say_so(backend, device):
+    with pytest.raises(BackendUnavailable, match=rf"{backend}.* on {device}: .*Here: reference, torch"):
+        select(backend, device)
     assert issubclass(BackendUnavailable, ValueError)
 
 
@@ -68,7 +68,7 @@ def test_cuda_without_a_device_says_so():
 def test_doctor_s_rows():
     rows = available("cpu")
     assert [row.backend for row in rows] == list(BACKENDS)
-    assert {row.backend for row in rows if row.here} == {"reference", "torch"}
+    assert {row.backend for row in rows if row.here} == {"reference", "torch", "native"}
     assert all(row.reason for row in rows)
 
 
@@ -83,9 +83,12 @@ def test_ops_are_frozen():
 def test_backends_agree_on_one_call():
     q, k, v = torch.randn(3, 40, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
     spans = Spans.of([30, 10])
-    results = [select(name).gated_linear_scan(q, k, v, None, None, spans) for name in ("reference", "torch")]
-    for a, b in zip(*results, strict=True):
-        assert float((a - b).abs().max()) < 1e-4
+    results = [
+        select(name).gated_linear_scan(q, k, v, None, None, spans)
+        for name in ("reference", "torch", "native")
+    ]
+    for want, *found in zip(*results, strict=True):
+        assert all(float((x - want).abs().max()) < 1e-4 for x in found)
 
 
 def test_selecting_imports_nothing_optional():

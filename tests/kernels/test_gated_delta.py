@@ -1,7 +1,8 @@
 """The gated delta scan and step against a float64 loop, on hostile decays, lengths, packings and heads.
 
 The loop is the recurrence as the paper writes it, and its gradients are autograd's. Keys are of unit length
-and beta reaches 2 (negative eigenvalues), the edge of what is stable.
+and beta reaches 2 (negative eigenvalues), the edge of what is stable. Decays are a head's (Gated DeltaNet) or
+a channel's (Kimi Delta Attention).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.kernels.memory import peak_bytes
 SCALE = 0.3
 OPS = {"chunked": gated_delta, "reference": reference}
 DIMS = ((8, 12), (40, 8), (16, 72))  # the last two take the larger tile
+either = pytest.mark.parametrize("vector", [False, True], ids=["a head", "a channel"])
 
 
 class Inputs(NamedTuple):
@@ -36,12 +38,17 @@ class Inputs(NamedTuple):
 
 
 def draw(
-    lengths: Sequence[int], heads: tuple[int, int] = (2, 4), dims: tuple[int, int] = DIMS[0], seed: int = 0
+    lengths: Sequence[int],
+    heads: tuple[int, int] = (2, 4),
+    dims: tuple[int, int] = DIMS[0],
+    seed: int = 0,
+    *,
+    vector: bool = False,
 ) -> tuple[Inputs, Tensor, Spans]:
     (hk, h), (dk, dv), spans = heads, dims, Spans.of(lengths)
     n = spans.total
     q, k = (hostile.normal(n, hk, dk, seed=seed + i) for i in range(2))
-    v, g = hostile.normal(n, h, dv, seed=seed + 2), hostile.log_decays(n, h, seed=seed + 3)
+    v, g = hostile.normal(n, h, dv, seed=seed + 2), hostile.log_decays(n, h, *[dk] * vector, seed=seed + 3)
     beta = 2 * torch.rand(n, h, generator=hostile.generator(seed + 5))
     initial = hostile.normal(spans.rows, h, dk, dv, seed=seed + 6)
     return Inputs(q, normalize(k, dim=-1) * 0.9999, v, g, beta), initial, spans
@@ -55,7 +62,7 @@ def loop(x: Inputs, initial: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
     for row, part in enumerate(spans.slices()):
         s = initial[row].double()
         for t in range(part.start, part.stop):
-            s = g[t].exp()[:, None, None] * s
+            s = g[t].exp().view(v.shape[1], -1, 1) * s
             error = v[t] - torch.einsum("hkv,hk->hv", s, k[t])
             s = s + torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
             outputs.append(SCALE * torch.einsum("hkv,hk->hv", s, q[t]))
@@ -78,27 +85,33 @@ def check(x: Inputs, initial: Tensor, spans: Spans, run: Callable[..., tuple[Ten
     assert final.dtype == torch.float32
 
 
+@either
 @pytest.mark.parametrize("heads", hostile.HEADS)
 @pytest.mark.parametrize("length", sorted({*hostile.LENGTHS, 2, 31, 32, 33}))
-def test_one_row(length: int, heads: tuple[int, int]) -> None:
-    check(*draw([length], heads))
+def test_one_row(length: int, heads: tuple[int, int], vector: bool) -> None:
+    check(*draw([length], heads, vector=vector))
 
 
+@either
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("lengths", [*hostile.PACKS, (40, 40, 40)])
-def test_packed(lengths: tuple[int, ...], dims: tuple[int, int]) -> None:
-    check(*draw(lengths, dims=dims))
+def test_packed(lengths: tuple[int, ...], dims: tuple[int, int], vector: bool) -> None:
+    check(*draw(lengths, dims=dims, vector=vector))
 
 
+@either
 @pytest.mark.parametrize("lengths", hostile.PACKS)
-def test_the_reference_is_the_same_op(lengths: tuple[int, ...]) -> None:
-    check(*draw(lengths), run=lambda x, initial, spans: scan(x, initial, spans, reference))
+def test_the_reference_is_the_same_op(lengths: tuple[int, ...], vector: bool) -> None:
+    check(*draw(lengths, vector=vector), run=lambda x, initial, spans: scan(x, initial, spans, reference))
 
 
+@either
 @pytest.mark.parametrize("lengths", [(200,), (70, 70), (130, 0, 1, 65)])
-def test_segments_of_one_level(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_one_level(
+    lengths: tuple[int, ...], vector: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "BUDGET", 1)
-    check(*draw(lengths))
+    check(*draw(lengths, vector=vector))
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 3)])
@@ -126,9 +139,27 @@ def test_one_decay_everywhere(decay: float | None) -> None:
         hostile.assert_output(o, read[..., None] * v)
 
 
-def test_a_small_decay_survives_beside_a_huge_one() -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_one_decay_for_all_channels_is_a_head_s(op: str) -> None:
+    x, initial, spans = draw([70, 1, 33])
+    spread = x._replace(g=x.g[..., None].expand(-1, -1, 8))
+    (o, final), (want, last) = scan(spread, initial, spans, OPS[op]), scan(x, initial, spans, OPS[op])
+    hostile.assert_output(o, want)
+    hostile.assert_state(final, last)
+
+
+def test_the_check_sees_decays_of_other_channels() -> None:
+    """The bounds of this file are red for decays rolled by a channel, or meaned to one a head."""
+    x, initial, spans = draw([33], vector=True)
+    for wrong in (x.g.roll(1, -1), x.g.exp().mean(-1).log()):
+        with pytest.raises(AssertionError, match="off by"):
+            check(x, initial, spans, run=lambda x, s, p, g=wrong: scan(x._replace(g=g), s, p))
+
+
+@either
+def test_a_small_decay_survives_beside_a_huge_one(vector: bool) -> None:
     """After -1e4 a float32 prefix sum moves in steps of 1e-3, and -3e-4 a token is lost."""
-    x, initial, spans = draw([32])
+    x, initial, spans = draw([32], vector=vector)
     g = torch.full_like(x.g, -3e-4)
     g[0] = -1e4
     q, k, v = x.q.abs(), x.k.abs(), x.v.abs()
@@ -153,19 +184,23 @@ def same_gradients(got: list[Tensor], want: list[Tensor]) -> None:
         hostile.assert_gradient(mine, theirs, f"gradient of {name}")
 
 
+@either
 @pytest.mark.parametrize("dims", DIMS[:2])
 @pytest.mark.parametrize("heads", hostile.HEADS)
 @pytest.mark.parametrize("lengths", [(65,), (33, 33), (1, 40, 0, 17), (1, 1)])
-def test_gradients(lengths: tuple[int, ...], heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    x, initial, spans = draw(lengths, heads, dims)
+def test_gradients(
+    lengths: tuple[int, ...], heads: tuple[int, int], dims: tuple[int, int], vector: bool
+) -> None:
+    x, initial, spans = draw(lengths, heads, dims, vector=vector)
     got, want = (gradients(x, initial, lambda x, s, run=run: run(x, s, spans)) for run in (scan, loop))
     same_gradients(got, want)
 
 
+@either
 @pytest.mark.parametrize("cuts", [(1, 2), (15, 16, 17), (63, 65, 100), (32, 33, 96)])
-def test_pieces_equal_the_whole(cuts: tuple[int, ...]) -> None:
+def test_pieces_equal_the_whole(cuts: tuple[int, ...], vector: bool) -> None:
     """Outputs, states and gradients of a sequence cut anywhere, an empty piece included."""
-    x, initial, spans = draw([130])
+    x, initial, spans = draw([130], vector=vector)
 
     def pieces(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
@@ -180,11 +215,12 @@ def test_pieces_equal_the_whole(cuts: tuple[int, ...]) -> None:
     same_gradients(gradients(x, initial, pieces), gradients(x, initial, lambda x, s: scan(x, s, spans)))
 
 
+@either
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])
-def test_steps_equal_the_scan(length: int, op: str) -> None:
+def test_steps_equal_the_scan(length: int, op: str, vector: bool) -> None:
     rows = 2 if op == "chunked" else 1
-    x, initial, spans = draw([length] * rows)
+    x, initial, spans = draw([length] * rows, vector=vector)
     want, last = scan(x, initial, spans)
     held = torch.full((2 * rows, 4, 9, 12), torch.nan)
     state = held[::2, :, :8]  # every second slot of a pool, and not all of a slot: a view with holes
@@ -203,10 +239,11 @@ def test_a_step_without_decay() -> None:
     hostile.assert_state(state, last)
 
 
+@either
 @pytest.mark.parametrize("lengths", [(17, 64, 40), (40, 40, 40), (1, 70, 1), (0, 1, 33)])
-def test_neighbours_change_nothing(lengths: tuple[int, ...]) -> None:
-    x, initial, spans = draw(lengths)
-    other, start, _ = draw(lengths, seed=50)
+def test_neighbours_change_nothing(lengths: tuple[int, ...], vector: bool) -> None:
+    x, initial, spans = draw(lengths, vector=vector)
+    other, start, _ = draw(lengths, seed=50, vector=vector)
     own = spans.slices()[1]
     start[1] = initial[1]
     for mine, theirs in zip(x, other, strict=True):
@@ -216,9 +253,10 @@ def test_neighbours_change_nothing(lengths: tuple[int, ...]) -> None:
     assert not torch.equal(o, p)
 
 
+@either
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
-    x, initial, spans = draw([70, 1, 9])
+def test_half_inputs_are_computed_in_float32(dtype: torch.dtype, vector: bool) -> None:
+    x, initial, spans = draw([70, 1, 9], vector=vector)
     x = Inputs(*(y.to(dtype) for y in x))
     (o, final), (want, last) = scan(x, initial, spans), loop(x, initial, spans)
     assert o.dtype == dtype and final.dtype == torch.float32
@@ -227,19 +265,21 @@ def test_half_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
     assert step(Inputs(*(y[:3] for y in x)), initial).dtype == dtype
 
 
-def test_inputs_are_left_alone() -> None:
-    x, initial, spans = draw([69, 1])
+@either
+def test_inputs_are_left_alone(vector: bool) -> None:
+    x, initial, spans = draw([69, 1], vector=vector)
     before = [y.clone() for y in (*x, initial)]
     scan(x, initial, spans)
     gradients(x, initial, lambda x, s: scan(x, s, spans))
     assert all(torch.equal(a, b) for a, b in zip((*x, initial), before, strict=True))
 
 
+@either
 @pytest.mark.parametrize("graded", [False, True])
-def test_memory_is_linear(graded: bool) -> None:
+def test_memory_is_linear(graded: bool, vector: bool) -> None:
     peaks = []
     for n in (2048, 4096):
-        x, _, spans = draw([n], (1, 2))
+        x, _, spans = draw([n], (1, 2), vector=vector)
         x = Inputs(*(y.requires_grad_(graded) for y in x))
         peaks.append(peak_bytes(lambda x=x, spans=spans: scan(x, None, spans)))
     assert peaks[0] > 0 and peaks[1] <= 2.2 * peaks[0]
@@ -261,6 +301,10 @@ def test_bad_input_is_refused(op: str) -> None:
     with pytest.raises(ValueError, match="swapped"):
         run(q, k, v, g, beta, initial.mT, spans)
     with pytest.raises(ValueError, match="log_decay"):
-        run(q, k, v, g[:, :, None].expand(-1, -1, 8), beta, initial, spans)
+        run(q, k, v, g[:, :, None].expand(-1, -1, 7), beta, initial, spans)
+    with pytest.raises(ValueError, match="never positive"):
+        run(q, k, v, g[:, :, None].expand(-1, -1, 8).abs(), beta, initial, spans, checked=True)
+    with pytest.raises(ValueError, match="log_decay"):
+        once(q, k, v, g[:, :, None].expand(-1, -1, 12), beta, initial)
     with pytest.raises(ValueError, match=r"state|initial"):
         once(q, k, v, g, beta, initial)

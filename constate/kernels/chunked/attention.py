@@ -3,14 +3,15 @@
 A row's queries are the last places of its context, so that the mask is aligned at the bottom right.
 PyTorch's `is_causal` is aligned at the top left and is used only where both are equally long; elsewhere
 queries run in blocks of bounded size, each with its own mask over the keys that it can see: a window's
-cost is linear in tokens. Knows no cache: `attention_step` sees plain buffers.
+cost is linear in tokens. On a CPU the fused kernel, which keeps no score of a query and a key, wants keys and
+values of one width: the narrower are filled up. Knows no cache: `attention_step` sees plain buffers.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ...spans import Spans
 from .. import shapes
@@ -30,36 +31,48 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     causal: bool = True,
+    block: int = 1,
 ) -> Tensor:
     """softmax(scale q k^T) v within each row: q (n, h, dk) packed by `spans`, k (m, hk, dk) and v (m, hk, dv)
     by `context`, which counts the new tokens too.
 
     Row r's queries are the last spans.lengths[r] places of its context. Causal: each sees its own place
-    and those before, with `window` only its own and the window - 1 before. Not causal: the whole row.
+    and those before, with `window` only its own and the window - 1 before, and with `block` the rest of its
+    block too, blocks of so many places being counted from the context's start. Not causal: the whole row.
     `scale` is dk ** -0.5 by default. Returns o (n, h, dv) in q's dtype. Query head j reads key head
     j // (h // hk). Raises ValueError for shapes or lengths that disagree.
     """
-    shapes.attention(q, k, v, spans, context, window, causal)
+    shapes.attention(q, k, v, spans, context, window, causal, block)
     if spans.total == 0:
         return q.new_zeros((0, q.shape[1], v.shape[2]))
     if spans.uniform and context.uniform:
         # (rows, heads, tokens, dim)
         q, k, v = (x.unflatten(0, (spans.rows, -1)).transpose(1, 2) for x in (q, k, v))
-        return _rows(q, k, v, window, scale, causal).transpose(1, 2).flatten(0, 1)
+        return _rows(q, k, v, window, scale, causal, block).transpose(1, 2).flatten(0, 1)
     outputs = []
     for new, held in zip(spans.slices(), context.slices(), strict=True):
         if new.stop > new.start:
             query, key, value = (x.transpose(0, 1)[None] for x in (q[new], k[held], v[held]))
-            outputs.append(_rows(query, key, value, window, scale, causal)[0].transpose(0, 1))
+            outputs.append(_rows(query, key, value, window, scale, causal, block)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None, causal: bool) -> Tensor:
-    """Rows of equal lengths: q (rows, h, t, dk), k and v (rows, hk, m, dim), m >= t >= 1."""
+def _rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scale: float | None,
+    causal: bool,
+    sight: int,
+) -> Tensor:
+    """Rows of equal lengths: q (rows, h, t, dk), k and v (rows, hk, m, dim), m >= t >= 1; `sight` is the
+    attention's block."""
     count, held = q.shape[2], k.shape[2]
-    if not causal or (count == 1 and (window is None or window >= held)):
-        return _attend(q, k, v, scale=scale)
-    if count == held and (window is None or window >= held):
+    first_block_ends = ((held - count) // sight + 1) * sight
+    if not causal or (first_block_ends >= held and (window is None or window >= held)):
+        return _attend(q, k, v, scale=scale)  # every query sees every key
+    if count == held and sight == 1 and (window is None or window >= held):
         return _attend(q, k, v, scale=scale, is_causal=True)
     outputs = []
     width = held if window is None else min(held, window + BLOCK)
@@ -68,7 +81,8 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | No
         stop = min(start + block, count)
         place = torch.arange(start, stop, device=q.device)[:, None] + held - count
         first = 0 if window is None else max(0, held - count + start - window + 1)
-        last = held - count + stop
+        place = (place // sight + 1) * sight - 1  # the last place that each sees
+        last = min(held, ((held - count + stop - 1) // sight + 1) * sight)
         key = torch.arange(first, last, device=q.device)
         seen = key <= place if window is None else (key <= place) & (key > place - window)
         keys, values = k[:, :, first:last], v[:, :, first:last]
@@ -85,9 +99,15 @@ def _attend(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    return scaled_dot_product_attention(
+    dk, dv, (h, count) = q.shape[3], v.shape[3], q.shape[1:3]
+    if dk != dv and not q.is_cuda and h * count > k.shape[1] * max(dk, dv):
+        # The scores, which PyTorch would keep, are more than what is added here; zeros change no sum.
+        scale, wide = dk**-0.5 if scale is None else scale, max(dk, dv)
+        q, k, v = (x if x.shape[3] == wide else pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
+    o = scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+    return o if o.shape[3] == dv else o[..., :dv]
 
 
 def attention_step(

@@ -1,7 +1,7 @@
 """The gated delta rule in tiles: what a tile writes is one triangular solve, what it carries one matrix.
 
 Knows the op `S' = exp(g) S;  S = S' + k (beta (v - S'^T k))^T;  o = scale S^T q` on packed spans, and its
-step. Knows nothing of how q and k are normalised, or of what g and beta are made.
+step; not how q, k, g and beta are made. Where a decay is a channel's, gated_delta_vector makes the matrices.
 
 The WY form of Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
 (arXiv 2406.06484), with the decay of "Gated Delta Networks" (arXiv 2412.06464). With c the running sum of g
@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from ...spans import Spans
 from .. import shapes
+from . import gated_delta_vector
 from .segments import segments
 from .singles import route
 from .tiles import Tiles
@@ -48,17 +49,17 @@ def gated_delta_scan(
 ) -> tuple[Tensor, Tensor]:
     """Decays, erases what k holds, then writes v there; differentiable in every tensor, `initial` included.
 
-    q, k (n, hk, dk); v (n, h, dv); log_decay (n, h), natural log, <= 0, or None (DeltaNet); beta (n, h);
-    initial (rows, h, dk, dv) or None (zeros). Value head j reads key head j // (h // hk). Any float dtype;
-    computed in float32. Returns o (n, h, dv) in v's dtype and final (rows, h, dk, dv) float32; an empty span
-    hands its initial row on. Stable where 0 <= beta |k|^2 <= 2, so k is usually of unit length. Raises
-    ValueError for shapes and, where `checked`, for a positive log_decay.
+    q, k (n, hk, dk); v (n, h, dv); log_decay (n, h), or (n, h, dk) on the key axis (KDA), natural log, <= 0,
+    or None (DeltaNet); beta (n, h); initial (rows, h, dk, dv) or None (zeros). Value head j reads key head
+    j // (h // hk). Any float dtype; computed in float32. Returns o (n, h, dv) in v's dtype and final
+    (rows, h, dk, dv) float32; an empty span hands its initial row on. Stable where 0 <= beta |k|^2 <= 2, so k
+    is usually of unit length. Raises ValueError for shapes and, `checked`, for a positive log_decay.
     """
     hk, h = shapes.heads(q, k, v)
     n, dk, dv = v.shape[0], q.shape[2], v.shape[2]
     shapes.tokens(spans, q=q, k=k, v=v, log_decay=log_decay, beta=beta)
     shapes.exactly("beta", beta, n, h)
-    shapes.log_decay(log_decay, n, h, checked=checked)
+    shapes.log_decay(log_decay, n, h, dk, checked=checked)
     state = shapes.state("initial", initial, (spans.rows, h, dk, dv), v)
     if n == 0:
         return v.new_empty(0, h, dv), state.clone()
@@ -87,14 +88,14 @@ def gated_delta_step(
     *,
     scale: float = 1.0,
 ) -> Tensor:
-    """One token a row: q, k (b, hk, dk); v (b, h, dv); log_decay (b, h) or None; beta (b, h).
+    """One token a row: q, k (b, hk, dk); v (b, h, dv); log_decay (b, h) or (b, h, dk) or None; beta (b, h).
 
     Updates `state` (b, h, dk, dv) float32 in place, strided or not, and returns o (b, h, dv) in v's dtype.
     """
     hk, h = shapes.heads(q, k, v)
     b, dk, dv = v.shape[0], q.shape[2], v.shape[2]
     shapes.exactly("beta", beta, b, h)
-    shapes.log_decay(log_decay, b, h)
+    shapes.log_decay(log_decay, b, h, dk)
     shapes.step_state(state, (b, h, dk, dv))
     s = _grouped(state, hk)
     if log_decay is not None:
@@ -109,7 +110,8 @@ def _grouped(state: Tensor, hk: int) -> Tensor:
 
 
 def _decay(g: Tensor, hk: int) -> Tensor:
-    return _grouped(g.float().exp()[..., None, None], hk)
+    decay = g.float().exp()
+    return _grouped(decay[..., None, None] if g.ndim == 2 else decay[..., None], hk)
 
 
 def _write(k: Tensor, v: Tensor, beta: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,10 +152,20 @@ def _tiles(
 
     Returns their outputs (m, C, h, dv) and the states after; rows without a tile in a level keep theirs.
     """
-    (m, size, hk, dk), (h, dv) = q.shape, v.shape[2:]
+    (m, size, _, dk), (h, dv) = q.shape, v.shape[2:]
     q, k, v = (x.transpose(1, 2).contiguous().float() for x in (q, k, v))
-    q = q * scale
-    g, beta = (x.mT.reshape(m, hk, h // hk, size) for x in (g.double(), beta.float()))
+    matrices = _matrices if g.ndim == 3 else gated_delta_vector.matrices
+    parts = matrices(q * scale, k, v, g.transpose(1, 2), beta.float().mT)
+    u, w, k, decay, reads, q = (x.reshape(m * h, -1, x.shape[-1]) for x in parts)
+    new, entering, state = _Walk.apply(u, w, k, decay, state.flatten(0, 1), [rows * h for rows in sizes])
+    o = torch.baddbmm(reads @ new, q, entering)
+    return o.view(m, h, size, dv).transpose(1, 2), state.view(-1, h, dk, dv)
+
+
+def _matrices(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """`gated_delta_vector.matrices` for a decay a head: g (m, h, C), the whole decay (m, hk, h // hk, 1, 1);
+    the heads of what it returns are flat, or as (hk, h // hk)."""
+    g, beta = (x.unflatten(1, (k.shape[1], -1)) for x in (g.double(), beta))
     c = g.clamp(min=FLOOR).cumsum(-1)
     since = c.exp().float()
     until = (c[..., -1:] - c).exp().float()
@@ -163,12 +175,8 @@ def _tiles(
     solve = solve * beta[..., None, :]
     u = solve.flatten(1, 2) @ v
     w = (solve * since[..., None, :]) @ k[:, :, None]
-    k = k[:, :, None] * until[..., None]
-    flat = (x.reshape(m * h, -1, x.shape[-1]) for x in (u, w, k, since[..., -1:, None]))
-    new, entering, state = _Walk.apply(*flat, state.flatten(0, 1), [rows * h for rows in sizes])
-    q = q[:, :, None] * since[..., None]
-    o = torch.baddbmm(reads.view(m * h, size, size) @ new, q.view(m * h, size, dk), entering)
-    return o.view(m, h, size, dv).transpose(1, 2), state.view(-1, h, dk, dv)
+    q, k = q[:, :, None] * since[..., None], k[:, :, None] * until[..., None]
+    return u, w, k, since[..., -1:, None], reads, q
 
 
 class _Squares(torch.autograd.Function):
@@ -208,8 +216,8 @@ class _Squares(torch.autograd.Function):
 class _Walk(torch.autograd.Function):
     """The chain: new = u - w S, then S <- decay S + k^T new, a level of tiles at a time, in place.
 
-    u (m h, C, dv); w, k (m h, C, dk); decay (m h, 1, 1); state (rows h, dk, dv); `sizes` counts rows' heads.
-    Returns every tile's new (m h, C, dv), the S that entered it (m h, dk, dv) and the states after.
+    u (m h, C, dv); w, k (m h, C, dk); decay (m h, 1 or dk, 1); state (rows h, dk, dv); `sizes` counts rows'
+    heads. Returns every tile's new (m h, C, dv), the S that entered it (m h, dk, dv) and the states after.
     """
 
     @staticmethod
@@ -236,7 +244,7 @@ class _Walk(torch.autograd.Function):
             d_left[level] = d
             torch.baddbmm(d_new[level], k[level], d, out=d_u[level])
             d.mul_(decay[level]).add_(d_entering[level]).baddbmm_(w[level].mT, d_u[level], alpha=-1)
-        d_decay = (d_left * entering).sum((-1, -2), keepdim=True)
+        d_decay = (d_left * entering).sum(-1, keepdim=True).sum_to_size(decay.shape)
         return d_u, -(d_u @ entering.mT), new @ d_left.mT, d_decay, d_state, None
 
 

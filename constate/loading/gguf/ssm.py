@@ -55,7 +55,7 @@ def mamba_rules(config: Mapping[str, Any]) -> list[Rule]:
         same("blk.{i}.ssm_x.weight", ours + "x_proj.weight"),
         same("blk.{i}.ssm_dt.weight", ours + "dt_proj.weight"),
         same("blk.{i}.ssm_dt.bias", ours + "dt_proj.bias"),
-        log_of_negative("blk.{i}.ssm_a", ours + "A_log", (-1, config["state_size"])),
+        log_of_negative("blk.{i}.ssm_a", ours + "A_log", *[(-1, config["state_size"])] * 2),
         same("blk.{i}.ssm_d", ours + "D"),
     ]
 
@@ -65,7 +65,7 @@ def mamba2_rules(config: Mapping[str, Any]) -> list[Rule]:
     return [
         *_ssm_rules(config),
         same("blk.{i}.ssm_dt.bias", ours + "dt_bias"),
-        log_of_negative("blk.{i}.ssm_a", ours + "A_log", (-1,)),
+        log_of_negative("blk.{i}.ssm_a", ours + "A_log", (-1,), (-1, 1)),
         reshaped("blk.{i}.ssm_d", ours + "D", (-1,), (-1, 1)),
         reshaped("blk.{i}.ssm_norm.weight", ours + "norm.weight", (-1,), (groups, -1)),
     ]
@@ -90,8 +90,8 @@ def reshaped(src: str, dst: str, shape: Sequence[int], stored: Sequence[int]) ->
     return Rule((src,), (dst,), lambda t: [_shaped(t[0], shape)], lambda t: [_shaped(t[0], stored)])
 
 
-def log_of_negative(src: str, dst: str, shape: Sequence[int]) -> Rule:
-    """A_log, of which the file holds A = -exp(A_log)."""
+def log_of_negative(src: str, dst: str, shape: Sequence[int], stored: Sequence[int]) -> Rule:
+    """A_log, of which the file holds A = -exp(A_log) in the shape `stored`."""
 
     def forth(t: Sequence[Tensor]) -> list[Tensor]:
         a = _shaped(t[0], shape).float()
@@ -99,7 +99,7 @@ def log_of_negative(src: str, dst: str, shape: Sequence[int]) -> Rule:
             raise ValueError("A is positive somewhere: a state that grows without bound")
         return [(-a).log()]
 
-    return Rule((src,), (dst,), forth, lambda t: [-t[0].exp()])
+    return Rule((src,), (dst,), forth, lambda t: [_shaped(-t[0].exp(), stored)])
 
 
 def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
