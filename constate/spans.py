@@ -6,14 +6,32 @@ Both copies are kept from the start, host and device, so that nobody ever reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from operator import index
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+class once(Generic[T]):
+    """functools.cached_property without its lock of Python 3.11, which torch.compile cannot trace."""
+
+    def __init__(self, make: Callable[[Any], T]):
+        self.make, self.__doc__ = make, make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, holder: Any, owner: type | None = None) -> T:
+        if holder is None:
+            return self  # pyright: ignore[reportReturnType]  # of the class: the property itself, as usual
+        value = holder.__dict__[self.name] = self.make(holder)
+        return value
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,7 @@ class Spans:
         """One token a row: what a decode step carries."""
         return Spans.of((1,) * rows, device)
 
-    @cached_property
+    @once
     def offsets(self) -> tuple[int, ...]:
         """Where each row starts, then the total: rows + 1 host ints."""
         return (0, *accumulate(self.lengths))
@@ -57,11 +75,11 @@ class Spans:
     def total(self) -> int:
         return self.offsets[-1]
 
-    @cached_property
+    @once
     def longest(self) -> int:
         return max(self.lengths)
 
-    @cached_property
+    @once
     def uniform(self) -> bool:
         """Whether every row has the same length, so that `(n, ...)` views as `(rows, length, ...)`."""
         return min(self.lengths) == self.longest
@@ -70,29 +88,87 @@ class Spans:
         """The slice of the packed axis that holds each row."""
         return [slice(a, b) for a, b in zip(self.offsets, self.offsets[1:], strict=False)]
 
-    @cached_property
+    @once
     def cu(self) -> Tensor:
         """Cumulative lengths, (rows + 1,): what variable-length kernels take."""
         return torch.tensor(self.offsets, dtype=torch.int64, device=self.device)
 
-    @cached_property
+    @once
     def row(self) -> Tensor:
         """The row of each token, (n,)."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
         rows = torch.arange(self.rows, dtype=torch.int64, device=self.device)
         return rows.repeat_interleave(lengths, output_size=self.total)
 
-    @cached_property
+    @once
     def position(self) -> Tensor:
         """The place of each token within its span, from 0, (n,)."""
         return torch.arange(self.total, dtype=torch.int64, device=self.device) - self.cu[self.row]
 
-    @cached_property
+    @once
     def last(self) -> Tensor:
         """The packed index of each row's last token, (rows,); -1 for an empty span."""
         ends = [end - 1 if length else -1 for end, length in zip(self.offsets[1:], self.lengths, strict=True)]
         return torch.tensor(ends, dtype=torch.int64, device=self.device)
 
+    def tiles(self, size: int) -> SpanTiles:
+        """The spans cut into tiles of `size` tokens, made once a size: what kernels launch over."""
+        if size not in self._tiles:
+            self._tiles[size] = SpanTiles(self, size)
+        return self._tiles[size]
+
+    @once
+    def _tiles(self) -> dict[int, SpanTiles]:
+        return {}
+
     def to(self, device: torch.device | str) -> Spans:
+        """These spans on a device: themselves where they lie there, "cuda" for a "cuda:0" included, so
+        that nothing is computed again for every call."""
         device = torch.device(device)
-        return self if device == self.device else Spans(self.lengths, device)
+        here = device == self.device or device == self.cu.device
+        return self if here else Spans(self.lengths, device)
+
+
+@dataclass(frozen=True)
+class SpanTiles:
+    """Tiles of at most `size` tokens, none holding tokens of two rows, in packed order: row by row.
+
+    Tile i holds the tokens from `start[i]` to the end of its row or `size` of them, whichever comes first;
+    the tiles of row r are `first[r] : first[r + 1]`; an empty row has none. Tensors are int64 on the spans'
+    device, computed once; `count` and `most` are host ints.
+    """
+
+    spans: Spans
+    size: int
+
+    @once
+    def counts(self) -> tuple[int, ...]:
+        """How many tiles each row has: host ints."""
+        return tuple(-(-length // self.size) for length in self.spans.lengths)
+
+    @once
+    def count(self) -> int:
+        """How many tiles there are."""
+        return sum(self.counts)
+
+    @property
+    def most(self) -> int:
+        """How many tiles the longest row has."""
+        return -(-self.spans.longest // self.size)
+
+    @once
+    def first(self) -> Tensor:
+        """The number of each row's first tile, then the total, (rows + 1,)."""
+        return torch.tensor((0, *accumulate(self.counts)), dtype=torch.int64, device=self.spans.device)
+
+    @once
+    def row(self) -> Tensor:
+        """The row of each tile, (count,)."""
+        rows = torch.arange(self.spans.rows, dtype=torch.int64, device=self.spans.device)
+        return rows.repeat_interleave(self.first.diff(), output_size=self.count)
+
+    @once
+    def start(self) -> Tensor:
+        """The packed index of each tile's first token, (count,)."""
+        number = torch.arange(self.count, dtype=torch.int64, device=self.spans.device)
+        return self.spans.cu[self.row] + (number - self.first[self.row]) * self.size

@@ -1,11 +1,21 @@
 """What every test starts from: no network, few threads, known seeds. Knows nothing of the package."""
 
 import os
+
+# Before anything imports Triton, which reads it once: kernels run in its interpreter, on tensors of the CPU.
+# A test that compiles kernels does so in a subprocess without the variable.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.triton_interpreter import Lazily
+
+sys.meta_path.insert(0, Lazily())
 
 # Before anything imports torch or Hugging Face's libraries, which read these once; subprocesses inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"

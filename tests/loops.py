@@ -174,6 +174,7 @@ def linear_attn(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None
         "elu": lambda u: torch.where(u > 0, u + 1, torch.exp(u)),
         "relu": lambda u: u.clamp(min=0),
         "identity": lambda u: u,
+        "unit": lambda u: u / torch.sqrt((u * u).sum() + 1e-6),
         "taylor": _taylor,
     }[spec.get("feature_map", "elu")]
     wide, divided = len(phi(q[0, :dk])) if len(x) else 0, spec.get("normaliser", True)
@@ -193,6 +194,13 @@ def linear_attn(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None
     if spec.get("output_norm", True):
         y = rms(y, p["norm.weight"], spec.get("norm_eps", 1e-5))
     return Row(linear(p, "out_proj", y.flatten(1)), x[:0], s)
+
+
+def convolution(p: Params, x: Tensor, spec: Mapping[str, Any], state: Any = None) -> Row:
+    """A filter a channel over the last few inputs, zeros before the first."""
+    act = silu if spec.get("act") else lambda u: u
+    y, history = conv(p, x, None if state is None else state[0], act)
+    return Row(y, history, x[:0])
 
 
 def _taylor(u: Tensor) -> Tensor:
@@ -506,6 +514,7 @@ MIXERS: Mapping[str, Callable[..., Row]] = {
     "lightning": lightning,
     "attention": attention,
     "latent": latent,
+    "convolution": convolution,
 }
 
 

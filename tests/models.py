@@ -686,6 +686,17 @@ MODELS: Mapping[str, Entry] = {
         slope=2 * LATENT_KV,
         widths=(3,),
     ),
+    "composed convolution": Entry(  # what `constate quality compare` trains, but for the sizes
+        _composed(
+            {"type": "convolution", "conv": 3},
+            {**LINEAR, "feature_map": "unit", "normaliser": False},
+            {"type": "convolution", "conv": 4, "bias": True, "act": "silu"},
+            {**ATTENTION, "qk_norm": True},
+        ),
+        slope=KV,
+        widths=(3, 4),
+        decays=None,
+    ),
 }
 
 RECURRENT = tuple(name for name, entry in MODELS.items() if entry.recurrent)

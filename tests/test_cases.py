@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from constate.core.cache import Cache, read_header
 from constate.core.decode import Request, autoregressive
@@ -35,105 +35,37 @@ from constate.core.state import Conv, State, leaf
 from constate.generation import generate
 from constate.hybrid.composed import MIXERS
 from constate.kernels.chunked import gated_linear
-from constate.kernels.dispatch import available, select
+from constate.kernels.dispatch import select
 from constate.loading import find, load, save
 from constate.spans import Spans
 
 from . import loops
+from .backends import BACKENDS
 from .kernels import hostile
+from .kernels.calls import (
+    LINEAR,
+    RECURRENT_OPS,
+    SCANS,
+    behind,
+    between,
+    columns,
+    copied,
+    crossed,
+    guarded,
+    poisoned,
+    run,
+    same,
+    scan,
+    step,
+)
 from .kernels.memory import peak_bytes
 from .laws import law_5, regroups
 from .models import DELTA, GLA, HYBRIDS, KDA, MAMBA, MAMBA2, MODELS, VOCAB, make, spread, tokens
 from .referee import referee, same_logits, same_state
 from .routes import same_routes
 
-BACKENDS = [row.backend for row in available("cpu") if row.here]
 FAST = [backend for backend in BACKENDS if backend != "reference"]
 CONSTANT = tuple(name for name, entry in MODELS.items() if not entry.slope)
-LINEAR = ("linear", "linear, by channel", "linear, no decay")
-RECURRENT_OPS = (*LINEAR, "delta", "selective")
-SCANS = (*RECURRENT_OPS, "conv", "attention", "attention, window")
-
-
-# -- one call of any op ----------------------------------------------------------------------------
-
-
-def scan(
-    kind: str,
-    lengths: Sequence[int],
-    *,
-    heads: tuple[int, int] = (2, 4),
-    dims: tuple[int, int] = (8, 12),
-    seed: int = 0,
-) -> tuple[str, dict[str, Any]]:
-    """The name of an op and its arguments by name, for packed rows of these lengths."""
-    (hk, h), (dk, dv), spans = heads, dims, Spans.of(lengths)
-    n, rows, source = spans.total, spans.rows, hostile.generator(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source)
-
-    qkv = {"q": normal(n, hk, dk), "k": normalize(normal(n, hk, dk), dim=-1), "v": normal(n, h, dv)}
-    state = {"initial": normal(rows, h, dk, dv), "spans": spans}
-    match kind:
-        case "linear" | "linear, by channel" | "linear, no decay":
-            shape = {"linear": (n, h), "linear, by channel": (n, h, dk)}.get(kind)
-            decay = None if shape is None else hostile.log_decays(*shape, seed=seed)
-            return "gated_linear_scan", {**qkv, "log_decay": decay, **state, "scale": dk**-0.5}
-        case "delta":
-            beta = 2 * torch.rand(n, h, generator=source)
-            decay = hostile.log_decays(n, h, seed=seed)
-            return "gated_delta_scan", {**qkv, "log_decay": decay, "beta": beta, **state, "scale": dk**-0.5}
-        case "selective":
-            token = {name: normal(n, dv) for name in ("x", "dt", "z")}
-            matrix = {"a": -normal(dv, dk).exp(), "b": normal(n, dk), "c": normal(n, dk)}
-            weights = {"d": normal(dv), "dt_bias": normal(dv)}
-            first = {"initial": normal(rows, dv, dk), "spans": spans}
-            return "selective_scan", {**token, **matrix, **weights, **first}
-        case "conv":
-            taps = {"x": normal(n, dv), "weight": normal(dv, 4), "bias": normal(dv)}
-            return "short_conv", {**taps, "initial": normal(rows, 3, dv), "spans": spans}
-        case _:
-            context = Spans.of(m + 3 for m in lengths)
-            held = {"k": normal(context.total, hk, dk), "v": normal(context.total, hk, dv)}
-            window = 5 if "window" in kind else None
-            where = {"spans": spans, "context": context, "window": window}
-            return "attention", {"q": normal(n, h, dk), **held, **where}
-
-
-def step(kind: str, rows: int, **sizes: Any) -> tuple[str, dict[str, Any]]:
-    """The same for one token a row."""
-    op, given = scan(kind, [1] * rows, **sizes)
-    del given["spans"]
-    if op == "attention":
-        del given["context"], given["window"]
-        keys, values = (given[name].unflatten(0, (rows, 4)) for name in "kv")
-        lengths = torch.tensor([1 + r % 4 for r in range(rows)])
-        return "attention_step", {**given, "k": keys, "v": values, "lengths": lengths, "longest": 4}
-    held = "history" if op == "short_conv" else "state"
-    given[held] = given.pop("initial")
-    return f"{op.removesuffix('_scan')}_step", given
-
-
-def run(backend: str, op: str, given: dict[str, Any]) -> list[Tensor]:
-    """What the op returns, and the state that it may have left behind."""
-    held = [name for name in ("state", "history") if name in given]
-    returned = getattr(select(backend, "cpu"), op)(**given)
-    return [*(returned if isinstance(returned, tuple) else (returned,)), *(given[name] for name in held)]
-
-
-def copied(given: dict[str, Any], change: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:
-    return {name: change(x) if isinstance(x, Tensor) else x for name, x in given.items()}
-
-
-def same(got: Sequence[Tensor], want: Sequence[Tensor], what: str, bound: float = 1e-5) -> None:
-    """Within `bound` of max(1, largest entry), result by result; NaN and infinity are never right."""
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.shape == b.shape and a.dtype == b.dtype, f"{what}, result {i}"
-        assert bool(torch.isfinite(a).all()), f"{what}, result {i} is not finite"
-        if b.numel():
-            worst = float((a.double() - b.double()).abs().max())
-            assert worst <= bound * max(1.0, float(b.abs().max())), f"{what}, result {i}: off by {worst:.1e}"
 
 
 # -- A: neighbours ---------------------------------------------------------------------------------
@@ -495,26 +427,6 @@ def test_all_forgotten_leaves_the_token_itself() -> None:
 TAILS = ([1], [15], [16], [17], [200], [15, 0, 17, 1])
 
 
-def guarded(x: Tensor) -> Tensor:
-    """The same values inside a larger buffer that is NaN (or a wild integer) all round."""
-    wide = x.new_full([n + 6 for n in x.shape], torch.nan if x.is_floating_point() else 10**9)
-    inside = wide[tuple(slice(3, 3 + n) for n in x.shape)]
-    return inside.copy_(x)
-
-
-def between(x: Tensor) -> Tensor:
-    """The same values in every second place of a larger buffer that is NaN elsewhere."""
-    wide = x.new_full([2 * n + 1 for n in x.shape], torch.nan if x.is_floating_point() else 10**9)
-    inside = wide[tuple(slice(1, None, 2) for _ in x.shape)]
-    return inside.copy_(x)
-
-
-def behind(x: Tensor) -> Tensor:
-    """The same values, contiguous, with NaN straight before the first and straight after the last."""
-    wide = x.new_full([x.numel() + 128], torch.nan if x.is_floating_point() else 10**9)
-    return wide[64 : 64 + x.numel()].view(x.shape).copy_(x)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", SCANS)
 def test_nothing_is_read_past_the_end(kind: str, backend: str) -> None:
@@ -559,21 +471,16 @@ def test_a_published_chunk_size_changes_no_number(size: int) -> None:
 
 
 @pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that torch hands out uninitialised holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert bool(torch.empty(3).isnan().all()) and bool(torch.ones(2).new_empty(3).isnan().all())
+def unwritten() -> Iterator[None]:
+    with poisoned():
         yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("heads", [(2, 2), (2, 4), (1, 3), (2, 6), (4, 4)])
 @pytest.mark.parametrize("kind", [*LINEAR, "delta", "attention", "attention, window"])
 def test_every_head_of_an_output_is_written(
-    kind: str, heads: tuple[int, int], backend: str, poisoned: None
+    kind: str, heads: tuple[int, int], backend: str, unwritten: None
 ) -> None:
     """Case F6: outputs start as NaN and come back whole, for each way of sharing key heads."""
     for op, given in (scan(kind, [17, 0, 1, 40], heads=heads), step(kind, 3, heads=heads)):
@@ -583,7 +490,7 @@ def test_every_head_of_an_output_is_written(
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_leaves_no_place_unwritten(name: str, backend: str, poisoned: None) -> None:
+def test_a_model_leaves_no_place_unwritten(name: str, backend: str, unwritten: None) -> None:
     """Case F6: logits, states and a cache that grows, with NaN in all memory that nobody wrote."""
     model, judge = make(name, backend), referee(name)
     rows = [tokens(n, seed=240 + n) for n in (70, 1, 33)]
@@ -773,7 +680,9 @@ def test_every_family_writes_without_triton(triton: str) -> None:
     """Case K2: in float32 and bfloat16; usage, bench and command line tell the backend; triton raises."""
     script = EVERY_FAMILY.format(triton=triton)
     options = ["-W", "error", "-W", "ignore::DeprecationWarning"]
-    done = subprocess.run([sys.executable, *options, "-c", script], capture_output=True, text=True)
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = [sys.executable, *options, "-c", script]
+    done = subprocess.run(run, capture_output=True, text=True, env=plain)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "wrote"
 
@@ -820,16 +729,6 @@ def test_a_projection_that_no_vector_width_divides(backend: str) -> None:
 
 
 WIDTHS = ((48, 80), (80, 48), (96, 100), (100, 96))
-
-
-def columns(x: Tensor) -> Tensor:
-    """The same values with the last axis outermost in memory."""
-    return x.movedim(-1, 0).contiguous().movedim(0, -1) if x.ndim > 1 else x.clone()
-
-
-def crossed(x: Tensor) -> Tensor:
-    """The same values with the first two axes swapped in memory."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x.clone()
 
 
 @pytest.mark.parametrize("dims", WIDTHS, ids=str)

@@ -36,16 +36,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint(folder: Path, seed: int) -> Path:
-    from constate.bench.shapes import random_model
-    from constate.loading import save
-    from constate.training.text import END_ID, load_tokenizer
-
     layers = [
         {"mixer": {"type": "gated_deltanet", "heads": 2, "key_dim": 8, "value_dim": 8}, "mlp": {"width": 32}},
         {"mixer": {"type": "attention", "heads": 2, "head_dim": 8}, "mlp": None},
     ]
     raw = {"model_type": "composed", "vocab_size": 1024, "hidden_size": 16, "layers": layers}
-    model = random_model({**raw, "tie_word_embeddings": False}, seed=seed)
+    return written(folder, {**raw, "tie_word_embeddings": False}, seed)
+
+
+def written(folder: Path, raw: dict[str, Any], seed: int = 0) -> Path:
+    from constate.bench.shapes import random_model
+    from constate.loading import save
+    from constate.training.text import END_ID, load_tokenizer
+
+    model = random_model(raw, seed=seed)
     model.tokenizer, model.eos_ids = load_tokenizer(), frozenset({END_ID})
     save(model, folder)
     return folder
@@ -85,7 +89,7 @@ def test_help_imports_nothing_heavy():
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert child.returncode == 0, child.stderr
-    for command in ("generate", "models", "doctor", "bench", "train", "quality"):
+    for command in ("generate", "models", "doctor", "bench", "train", "quality", "compare"):
         assert command in child.stdout
 
 
@@ -280,7 +284,7 @@ def test_a_state_goes_on_exactly(capsys: pytest.CaptureFixture[str], folder: Pat
         (["generate", "a", "--chat"], "chat template"),
         (["generate", "a", "--dtype", "float8"], "float8"),
         (["generate", "a", "--backend", "abacus"], "abacus"),
-        (["generate", "a", "--backend", "triton"], "triton"),
+        (["generate", "a", "--backend", "fla"], "fla"),
         (["generate", "a", "--device", "abacus"], "abacus"),
         (["generate", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["generate", "a", "--load-state", "absent.state"], "absent.state"),
@@ -395,12 +399,30 @@ def test_quality_scores_a_file(capsys: pytest.CaptureFixture[str], folder: Path,
     text = "She was not of an age to be easily pleased.\n" * 3
     (tmp_path / "book.txt").write_text(text, encoding="utf-8")
     row = lines(capsys, "quality", "bpb", "--model", folder, "--text", tmp_path / "book.txt")[0]
-    keys = "probe model seed setting score chance n low high params state_bytes dtype bound"
-    assert set(row) == set(keys.split()) and row["bound"] is False
+    keys = [
+        "probe",
+        "model",
+        "seed",
+        "setting",
+        "score",
+        "chance",
+        "n",
+        "low",
+        "high",
+        "params",
+        "dtype",
+        "bound",
+    ]
+    assert set(row) == {*keys, "state_bytes", "conv_bytes", "kv_bytes"} and row["bound"] is False
     assert row["n"] == len(text) and row["setting"].startswith("book.txt")
     # Near-flat random logits: about what equal odds for each of the ids would give.
     assert row["score"] == pytest.approx(row["chance"], rel=0.1)
     assert "--text absent" in refused(capsys, "quality", "bpb", "--model", folder, "--text", "absent")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    raw = {"model_type": "llama", "vocab_size": 1024, "max_position_embeddings": 64, **sizes}
+    short = written(tmp_path / "short", raw)
+    for probe in ("bpb", "positions", "repeat"):
+        assert "made for 64 positions" in refused(capsys, "quality", probe, "--model", short)
 
 
 def test_a_closed_pipe_is_no_traceback(folder: Path):

@@ -135,7 +135,7 @@ def test_the_walk_meets_the_package():
 @pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.cli"])
 def test_the_face_and_the_command_import_no_torch(module: str):
     """What `constate --help` waits for: a process of its own, since this one has torch already."""
-    heavy = sorted(LAZY | {"torch", "numpy", "tokenizers", "safetensors"})
+    heavy = sorted(LAZY | {"torch", "numpy", "tokenizers", "safetensors", "altair", "vl_convert"})
     code = f"import json, sys, {module}; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
     assert run.returncode == 0, run.stderr

@@ -24,6 +24,7 @@ from constate.bench.shapes import random_model
 from constate.cli import main
 from constate.core.adapted import Adapted
 from constate.core.attention import Attention
+from constate.core.convolution import Convolution
 from constate.core.cross_layer import CrossLayerAttention
 from constate.core.experts import Experts
 from constate.core.int8 import plan, quantised, restored, to_int8
@@ -34,7 +35,7 @@ from constate.core.mlp import MLP, GatedMLP
 from constate.core.model import Model
 from constate.core.parallel import Parallel
 from constate.hybrid.zamba2 import Hybrid
-from constate.kernels.dispatch import Ops, available, select
+from constate.kernels.dispatch import Ops, select
 from constate.linear_attn.delta_net import DeltaNet
 from constate.linear_attn.gated_deltanet import GatedDeltaNet
 from constate.linear_attn.gla import GLA
@@ -50,10 +51,9 @@ from constate.ssm.mamba import Mamba
 from constate.ssm.mamba2 import Mamba2
 from constate.ssm.rg_lru import RGLRU
 from constate.training.text import shipped
+from tests.backends import BACKENDS
 from tests.models import MODELS, VOCAB, make, tokens
 from tests.referee import same_logits
-
-BACKENDS = [row.backend for row in available("cpu") if row.here]
 
 # By hand: the linear layers of each mixer, and which of their rows are float32 beside int8 ones ("all": the
 # layer is left alone).
@@ -73,6 +73,7 @@ LAYERS: dict[type[Mixer], Callable[[Any], dict[str, Any]]] = {
         **({} if m.latent_in is None else {"latent_in": [], "latent_out": []}),
         **({} if m.shared_gate is None else {"shared_gate": "all"}),
     },
+    Convolution: lambda m: {},
     Parallel: lambda m: {},
     Hybrid: lambda m: {"linear": []},
     Mamba: lambda m: {"in_proj": [], "x_proj": "all", "dt_proj": "all", "out_proj": []},

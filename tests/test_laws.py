@@ -23,14 +23,14 @@ from constate.core.architecture import autoregressive
 from constate.core.cache import Cache
 from constate.core.mixer import Mixer
 from constate.core.model import Model
-from constate.kernels.dispatch import Ops, available
+from constate.kernels.dispatch import Ops
 from constate.loading import architectures
 from constate.spans import Spans
+from tests.backends import BACKENDS
 from tests.laws import LAWS, LENGTH, law_2
 from tests.models import FULL_ATTENTION, MODELS, RECURRENT, VOCAB, WINDOW, make, tokens, with_ops
 from tests.referee import referee, same_logits, same_state
 
-BACKENDS = tuple(row.backend for row in available("cpu") if row.here)
 CUT = 20  # where a test asks what the past is worth
 
 

@@ -19,18 +19,18 @@ from constate.core.mixer import Call
 from constate.core.model import Model
 from constate.core.norms import RMSNorm
 from constate.core.state import Matrix
-from constate.kernels.dispatch import available, select
+from constate.kernels.dispatch import select
 from constate.linear_attn.hgrn2 import HGRN2, HGRN2Spec
 from constate.linear_attn.linear_attn import LinearAttention, LinearAttentionSpec
 from constate.loading import find, load, save
 from constate.spans import Spans
 from tests import loops
+from tests.backends import BACKENDS
 from tests.models import MODELS, VOCAB, WINDOW, make, spread, tokens
 from tests.referee import referee, same_logits, same_state
 from tests.test_fla import having, told
 from tests.test_twins import Removal, changed
 
-BACKENDS = [row.backend for row in available("cpu") if row.here]
 FAMILIES = ("gla", "retnet", "linear_attn", "based", "delta_net", "gated_deltanet", "hgrn2")
 
 

@@ -105,7 +105,7 @@ def test_a_bfloat16_model_decays_by_its_exact_rates(kind: str, backend: str) -> 
         assert float((left(model, step=step) - math.exp(-0.159)).abs().max()) < 1e-5, f"step {step}"
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", "native"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "native", "triton"])
 @pytest.mark.parametrize(("limit", "want"), LIMITS)
 def test_what_a_clamped_step_leaves(limit: tuple[float, float] | None, want: float, backend: str) -> None:
     """Case F3, on every backend and in a recorded step: with A = -1 a state of ones becomes exp(-dt)."""

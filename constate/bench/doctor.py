@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import isfinite
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from ..kernels.dispatch import FILES, Availability, available, select
+from ..kernels.packages import PACKAGES
 from ..spans import Spans
 
 LENGTHS = (1, 0, 70, 17)  # one token, none, past a tile's edge, within one
@@ -44,7 +46,8 @@ class Case:
 
 
 def doctor(device: str = "cpu") -> Iterator[dict[str, Any]]:
-    """A row for every op and backend: `op backend ok max_error reason`.
+    """A row for every op and backend: `op backend ok max_error reason`; of an installed package, for the ops
+    that it serves.
 
     `max_error` is the largest difference from the reference, in units of the largest entry (of at least 1
     for an output). `ok` is None for a backend, or an op of it, that cannot run here; `reason` says so.
@@ -55,11 +58,24 @@ def doctor(device: str = "cpu") -> Iterator[dict[str, Any]]:
         made = cases(device) if any(row.here for row in rows) else {}  # on a device that is not here, none
         wanted = {op: case.run(getattr(reference, op)) for op, case in made.items()}
         for row in rows:
-            for op in FILES:
+            for op in PACKAGES.get(row.backend, FILES):
                 found = {"ok": None, "max_error": None, "reason": row.reason}
                 if row.here:
                     found = _check(op, row, made[op], wanted[op], device)
                 yield {"op": op, "backend": row.backend, **found}
+
+
+def compiled(target: str, everything: bool = False) -> Iterator[dict[str, Any]]:
+    """What the Triton kernels become on `target`, a GPU that need not be here: see kernels.triton.compile.
+
+    Those that run in bfloat16 at heads of 64 and 128, or with `everything` all that are declared. Raises
+    ValueError for an unknown target, or where Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise ValueError("Triton is not installed, and it is what compiles the kernels: pip install triton")
+    from ..kernels.triton.compile import table
+
+    return table([target], everything)
 
 
 def _check(op: str, row: Availability, case: Case, want: list[Tensor], device: str) -> dict[str, Any]:
@@ -78,14 +94,14 @@ def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
     worst, ok = 0.0, True
     for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         output = i == 0
-        error = _difference(mine, theirs, least=1.0 if output else 0.0)
+        error = difference(mine, theirs, least=1.0 if output else 0.0)
         worst, ok = max(worst, error), ok and error <= (OUTPUT if output else STATE)
     return {"ok": ok, "max_error": worst if isfinite(worst) else None}
 
 
-def cases(device: str) -> dict[str, Case]:
+def cases(device: str, dk: int = DK, dv: int = DV) -> dict[str, Case]:
     """A hostile call for each op: decays from none to total within one tile, an empty span, grouped heads,
-    states that are not zero."""
+    states that are not zero. `dk` and `dv` are the widths of a head's keys and values."""
     source = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -104,21 +120,21 @@ def cases(device: str) -> dict[str, Case]:
     rate = -normal(CHANNELS, STATES).exp()
     parts = {"d": normal(CHANNELS), "dt_bias": normal(CHANNELS) - 2}
     taps = (normal(CHANNELS, WIDTH), normal(CHANNELS))
-    state, hidden = normal(ROWS, H, DK, DV), normal(ROWS, CHANNELS, STATES)
+    state, hidden = normal(ROWS, H, dk, dv), normal(ROWS, CHANNELS, STATES)
     history = normal(ROWS, WIDTH - 1, CHANNELS)
     held = torch.tensor([3, 1, 30, 12], device=device)
-    q, k, v = normal(n, HK, DK), unit(normal(n, HK, DK)), normal(n, H, DV)
+    q, k, v = normal(n, HK, dk), unit(normal(n, HK, dk)), normal(n, H, dv)
     x, dt, z = normal(n, CHANNELS), normal(n, CHANNELS), normal(n, CHANNELS)
     b, c, log_a = normal(n, STATES), normal(n, STATES), decays(n, CHANNELS)
     one = slice(0, ROWS)
-    linear, delta = (q, k, v, decays(n, H, DK)), (q, k, v, decays(n, H), beta)
+    linear, delta = (q, k, v, decays(n, H, dk)), (q, k, v, decays(n, H), beta)
     channels = (*linear, beta)  # the delta rule with a decay a channel
-    kappa = unit(normal(n, H, DK))
-    low_rank = (*linear, -kappa, kappa * torch.rand(n, H, DK, generator=source).to(device))
+    kappa = unit(normal(n, H, dk))
+    low_rank = (*linear, -kappa, kappa * torch.rand(n, H, dk, generator=source).to(device))
     selective = (x, dt, rate, b, c)
-    scale = {"scale": DK**-0.5}
-    keys, values = normal(context.total, HK, DK), normal(context.total, HK, DV)
-    buffers = (normal(ROWS, 32, HK, DK), normal(ROWS, 32, HK, DV))
+    scale = {"scale": dk**-0.5}
+    keys, values = normal(context.total, HK, dk), normal(context.total, HK, dv)
+    buffers = (normal(ROWS, 32, HK, dk), normal(ROWS, 32, HK, dv))
     narrow, wide = normal(n, 83), normal(37, 83)  # neither a whole number of groups nor of tiles
     scales, bias = wide.abs()[:, :2] / 50, normal(37)
     whole = (wide * 40).round().clamp(-127, 127).to(torch.int8)
@@ -137,14 +153,14 @@ def cases(device: str) -> dict[str, Case]:
         "linear_recurrence_step": Case((x[one], log_a[one], hidden[..., 0]), {}),
         "short_conv": Case((x, *taps, history, spans), {}),
         "short_conv_step": Case((x[one], *taps, history), {}),
-        "attention": Case((normal(n, H, DK), keys, values, spans, context), {"window": 11}),
-        "attention_step": Case((normal(ROWS, H, DK), *buffers, held, 30), {}),
+        "attention": Case((normal(n, H, dk), keys, values, spans, context), {"window": 11}),
+        "attention_step": Case((normal(ROWS, H, dk), *buffers, held, 30), {}),
         "linear": Case((narrow, whole, bias, scales), {}),
         "rms_norm": Case((x, taps[1], 1e-5), {"gate": z, "groups": 3, "gate_first": True}),
     }
 
 
-def _difference(mine: Tensor, theirs: Tensor, least: float) -> float:
+def difference(mine: Tensor, theirs: Tensor, least: float) -> float:
     """Largest difference over the largest entry of `theirs`, or over `least` where that is larger."""
     if mine.shape != theirs.shape:
         return float("inf")

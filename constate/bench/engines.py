@@ -1,17 +1,17 @@
-"""What is timed: a model of ours, and peers that hold the same weights, behind the same two calls.
+"""A model of ours, and transformers' with the same weights, behind the same two calls.
 
-An Engine reads a batch of equally long prompts, then steps. Knows each peer's calling convention; knows
-no clock. A peer is written from our own parameters by the inverse of the architecture's weight rules.
+Knows both calling conventions. A peer is written from our own parameters by the inverse of the
+architecture's weight rules.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +20,13 @@ from ..core.architecture import write_config
 from ..core.decode import PIECE
 from ..core.int8 import restored
 from ..core.model import Model
+from ..core.recording import recorded
 from ..core.weights import export
 from ..spans import Spans
-from .llamacpp import LlamaCpp
+from .engine import Stepwise
 
 
-class Engine(Protocol):
-    """prefill (rows, prompt) int64 from nothing, then step (rows,) int64: logits (rows, vocab), of each
-    row's last token alone. `priced` is the model whose cost says what it must read and compute, `dtype` how
-    its weights are stored, `exact` the same engine where it computes in float32 throughout."""
-
-    name: str
-    backend: str
-    dtype: str
-    priced: Model
-
-    @property
-    def exact(self) -> Engine: ...
-
-    def prefill(self, tokens: Tensor) -> Tensor: ...
-    def step(self, tokens: Tensor) -> Tensor: ...
-
-
-class Ours:
+class Ours(Stepwise):
     """A `Model`, called as generation calls it: the prompt in pieces, then one step a token."""
 
     name = "constate"
@@ -50,10 +34,11 @@ class Ours:
     def __init__(self, model: Model, room: int):
         self.model = self.priced = model
         self.room, self.backend, self.dtype = room, model.ops.backend, model.weight_dtype
+        self.state_dtype = str(model.state_dtype).removeprefix("torch.")
 
     @property
-    def exact(self) -> Engine:
-        return self
+    def graph(self) -> str:
+        return "plain" if recorded(self.model, self.model.init_cache(1, 1)) is None else "recorded"
 
     def prefill(self, tokens: Tensor) -> Tensor:
         self.cache = self.model.init_cache(tokens.shape[0], tokens.shape[1] + self.room)
@@ -68,7 +53,7 @@ class Ours:
         return self.model.step(tokens, self.cache)
 
 
-class Transformers:
+class Transformers(Stepwise):
     """Hugging Face's model of the same config and weights, its torch path, logits of the last token alone.
     Beside weights that it cannot run, or runs at a hundredth of the speed (16 bits on a CPU), it has those of
     the `source` in float32."""
@@ -93,7 +78,7 @@ class Transformers:
         raw = write_config(model.config, architecture.model_type)
         # JSON knows one kind of number, and transformers is strict about which is meant.
         whole = {f.name for f in fields(Config) if f.type in (int, "int")}
-        given = {k: int(v) if k in whole else _plain(v) for k, v in raw.items() if k != "model_type"}
+        given = {k: int(v) if k in whole else plain(v) for k, v in raw.items() if k != "model_type"}
         config = Config(**{**given, "pad_token_id": 0})  # a default may lie outside this vocabulary
         dtype, device = model.dtype, model.device
         exported = export(architecture.weights(model.config), restored(model))
@@ -102,21 +87,20 @@ class Transformers:
             peer, told = Peer.from_pretrained(
                 None, config=config, state_dict=exported, dtype=dtype, output_loading_info=True
             )
-        missing = _missing(peer, set(told["missing_keys"]))
-        if told["unexpected_keys"] or told["mismatched_keys"] or missing:
-            raise ValueError(f"these weights do not fit transformers' model: {missing or told}")
-        self.peer: Any = peer.to(device).eval()
+        absent = missing(peer, set(told["missing_keys"]))
+        if told["unexpected_keys"] or told["mismatched_keys"] or absent:
+            raise ValueError(f"these weights do not fit transformers' model: {absent or told}")
         self.backend = f"torch (transformers {transformers.__version__})"
-        self.past: dict[str, Any] = {}
+        self.hold(peer.to(device).eval())
+
+    def hold(self, peer: Any) -> None:
+        """Call this model from now on."""
+        self.peer, self.past = peer, dict[str, Any]()
         self.read, self.counts = 0, "position_ids" in signature(peer.forward).parameters
         self.hands_back = True
         with torch.no_grad():
-            self.prefill(torch.zeros(1, 1, dtype=torch.int64, device=device))
+            self.prefill(torch.zeros(1, 1, dtype=torch.int64, device=peer.device))
         self.hands_back = bool(self.past)
-
-    @property
-    def exact(self) -> Engine:
-        return self
 
     def prefill(self, tokens: Tensor) -> Tensor:
         from transformers import DynamicCache
@@ -140,11 +124,6 @@ class Transformers:
         return out.logits[:, -1].float()
 
 
-PEERS: Mapping[str, Callable[[Model, Model, int], Engine]] = {
-    "transformers": Transformers,
-    "llama.cpp": LlamaCpp,
-}
-"""Each is made of our model, the same weights in float32, and how many tokens will be written."""
 DERIVED = ("slope_rate", "_decay")  # what a file may leave out, since the config says it
 OPTIONAL = ("fla", "mamba_ssm", "causal_conv1d")
 
@@ -166,7 +145,7 @@ def plain_peers() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _missing(peer: torch.nn.Module, names: set[str]) -> set[str]:
+def missing(peer: torch.nn.Module, names: set[str]) -> set[str]:
     """Of `names`, which the file did not have, those that are no second name of what it had."""
     tied: dict[int, set[str]] = {}
     for name, p in peer.named_parameters(remove_duplicate=False):
@@ -175,8 +154,8 @@ def _missing(peer: torch.nn.Module, names: set[str]) -> set[str]:
     return {name for name in names - filled if not name.endswith(DERIVED)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples back to the lists of JSON."""
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, tuple) else value

@@ -25,11 +25,12 @@ from ..core.int8 import restored
 from ..core.model import Model
 from ..core.weights import export
 from ..loading.gguf.maps import MAPS
+from .engine import Absent, Stepwise
 
 BATCH = 512  # prompt tokens in one call, which is llama.cpp's own choice
 
 
-class LlamaCpp:
+class LlamaCpp(Stepwise):
     """An Engine over llama.cpp, one sequence a row, with as many threads as PyTorch has."""
 
     name = "llama.cpp"
@@ -39,9 +40,9 @@ class LlamaCpp:
         try:
             llama_cpp: Any = import_module("llama_cpp")  # not one of ours: who measures installs it
         except ImportError:
-            raise ValueError(
-                "--against llama.cpp wants the package llama-cpp-python: pip install llama-cpp-python, which "
-                "compiles llama.cpp for this machine"
+            raise Absent(
+                "llama.cpp is measured through llama-cpp-python, which is not installed",
+                "pip install llama-cpp-python, which compiles llama.cpp for this machine",
             ) from None
         self.library, self.room = llama_cpp, room
         self.dtype = self.kind = "Q8_0" if ours.weight_dtype == "int8" else "F32"

@@ -17,46 +17,12 @@ from ..core.model import Model
 from ..kernels.dispatch import select
 from ..loading import DTYPES, find
 from .hybrids import HYBRIDS
+from .predict.published import config
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    # state-spaces/mamba-130m
-    "mamba-130m": {
-        "model_type": "mamba",
-        "vocab_size": 50280,
-        "hidden_size": 768,
-        "num_hidden_layers": 24,
-        "state_size": 16,
-        "expand": 2,
-        "conv_kernel": 4,
-        "tie_word_embeddings": True,
-    },
-    # state-spaces/mamba2-130m
-    "mamba2-130m": {
-        "model_type": "mamba2",
-        "vocab_size": 50280,
-        "hidden_size": 768,
-        "num_hidden_layers": 24,
-        "num_heads": 24,
-        "head_dim": 64,
-        "state_size": 128,
-        "n_groups": 1,
-        "expand": 2,
-        "tie_word_embeddings": True,
-    },
-    # HuggingFaceTB/SmolLM2-135M
-    "llama-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": True,
-    },
+    "mamba-130m": config("mamba-130m"),
+    "mamba2-130m": config("mamba2-130m"),
+    "llama-135m": config("smollm2-135m"),
     # LLaDA's layers at the size of the others; published are only larger ones
     "llada-130m": {
         "model_type": "llada",
@@ -90,6 +56,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def known(shape: str) -> str:
+    """The name itself. Raises ValueError for one that is no shape's."""
+    if shape not in SHAPES:
+        raise ValueError(f"shape {shape!r} is not known; known are {', '.join(SHAPES)}")
+    return shape
+
+
 def random_model(
     shape: str | Mapping[str, Any],
     *,
@@ -105,9 +78,7 @@ def random_model(
     Matrices are normal with deviation 0.02; what a module initialises in its own way (norms, decay rates,
     step biases) keeps that. Raises ValueError for an unknown name.
     """
-    if isinstance(shape, str) and shape not in SHAPES:
-        raise ValueError(f"shape {shape!r} is not known; known are {', '.join(SHAPES)}")
-    raw = SHAPES[shape] if isinstance(shape, str) else shape
+    raw = SHAPES[known(shape)] if isinstance(shape, str) else shape
     if unknown := {dtype, state_dtype} - DTYPES.keys():
         raise ValueError(f"dtype {', '.join(unknown)} is not known; one of {', '.join(DTYPES)} is wanted")
     narrow = stores_int8(weights, DTYPES[dtype])

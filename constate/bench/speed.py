@@ -7,9 +7,7 @@ model's own price; prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +15,15 @@ from torch import Tensor
 
 from ..core.model import Model
 from ..diffusion_lm.plan import Plan
+from .agreement import Agreement, Disagreement, agreement, compare
 from .decoding import decoded, one_by_one
-from .engines import PEERS, Engine, Ours, plain_peers
-from .machine import Machine, measure, timed
+from .engine import Engine, Run
+from .engines import Ours
+from .machine import measured
+from .peers import Missing, alone, made, missed
+from .speed_rows import absent_row, row, timed_row
 
-CLOSE, UNDECIDED = 1e-4, 1e-3  # logits' bound of max(1, largest); best two closer than this may swap
-
-
-@dataclass(frozen=True)
-class Run:
-    """One engine's turn: seconds until the first token, median seconds for each further one."""
-
-    ttft: float
-    itl: float
-
-
-class Disagreement(Exception):
-    """A peer with the same weights computed something else; its speed would mean nothing."""
+WARM = (64, 2)  # tokens of prompt and steps before the clock counts: threads, buffers, what is compiled
 
 
 def speed(
@@ -47,33 +37,40 @@ def speed(
     rounds: int = 3,
     check: bool = False,
     source: Model | None = None,
-    refused: Callable[[str, ValueError], None] | None = None,
     plan: Plan | None = None,
+    positions: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each engine and number of rows, ours first, with the keys of `bench speed`.
+    """A row for each number of rows and each engine, ours first, with the KEYS of speed_rows.py.
 
-    Seconds are medians over the rounds, and within a round over `new` steps. `bytes_per_token` is what a
-    decode step must move by `model.cost`, per row; `bandwidth_fraction` and `flops_fraction` are that and
-    the prefill's FLOPs a second over what this machine was measured to do at the start. `prefill_ratio`
-    and `decode_ratio`: how many times as long as ours this engine takes, the median of the rounds' own
-    ratios. `model_calls` after the prompt's, `tokens_per_call` and `between_commits_s` are for comparison
-    with models that decide several tokens a call; those are decoded by `plan` (see decoding.py), which
-    others refuse. `check` compares logits and greedy tokens before anything is timed. `source` is the same
-    model in float32, which peers are made from where `model` is not. A peer that cannot hold the model is
-    told to `refused`, where there is one, and left out. Raises ValueError for a peer that is not known or
-    cannot hold this model, and Disagreement.
+    `ttft_s` is the median of the rounds; `itl_s`, `itl_p90_s` and `itl_p99_s` are percentiles of the seconds
+    of all `steps_timed`, `new` in each round. `bytes_per_token` and `flops_per_token` are what a decode step
+    takes by `model.cost`, per row; `bandwidth_fraction` and `flops_fraction` are its bytes a second and the
+    prefill's FLOPs a second over `machine_bandwidth` and `machine_flops`, which were measured at the start.
+    `prefill_ratio` and `decode_ratio`: how many times as long as ours this engine takes, the median of the
+    rounds' own ratios, between the lowest and the highest. `tokens_equal` is the share of greedy tokens that
+    were ours, compared before anything was timed, and `logits_differ` by how much logits did, over the
+    largest; `check` compares the whole prompt and holds both to account. `model_calls` after the prompt's,
+    `tokens_per_call` and `between_commits_s` are for comparison with models that decide several tokens a
+    call; those are decoded by `plan` (see decoding.py), which others refuse. `source` is the same model in
+    float32, which peers are made from where `model` is not. A peer that is absent, cannot hold the model or
+    fails has a row with the `error`, and how to `install` it. `positions` are those that the model was made
+    for. Raises ValueError for a peer that is not known, and Disagreement where `check` finds one.
     """
     if min(prompt, new, rounds, *rows) < 1:
         raise ValueError(f"prompt {prompt}, new {new}, rows {list(rows)}, rounds {rounds}: at least 1 each")
-    if unknown := [peer for peer in against if peer not in PEERS]:
-        raise ValueError(f"--against {unknown[0]!r} is not known; known are {', '.join(PEERS)}")
+    flags = []
+    if positions is not None and prompt + new > positions:
+        flags.append(f"beyond the {positions:,} positions that the model was made for")
     if not one_by_one(model):
         if against or check:
             raise ValueError(
                 f"{name} decides its tokens in any order, and no peer is set beside such a model: leave "
                 "--against and --check out"
             )
-        yield from decoded(model, name, plan or Plan(), prompt, new, rows, rounds)
+        about = {"flags": flags, "device": str(model.device), "rounds": rounds, "warmup": 1, "graph": "plain"}
+        about["state_dtype"] = str(model.state_dtype).removeprefix("torch.")
+        for found in decoded(model, name, plan or Plan(), prompt, new, rows, rounds):
+            yield row(**found, **about)
         return
     if plan is not None:
         raise ValueError(
@@ -83,103 +80,71 @@ def speed(
         raise ValueError(
             "--check holds float32 engines to 1e-4; in a narrower dtype each rounds in its own way"
         )
-    with plain_peers():
-        engines: list[Engine] = [Ours(model, new)]
-        for peer in against:
+    with alone(model):
+        peers, failed = made(against, model, source or model, new)
+        engines = [Ours(model, new), *peers]
+        # A CPU computes in float32, whatever the weights are stored as.
+        machine = measured(str(model.device), torch.float32 if model.device.type == "cpu" else model.dtype)
+        for count in rows:
+            told = {"model": name, "rows": count, "prompt": prompt, "new": new, "rounds": rounds}
+            told |= {"device": str(model.device), "threads": torch.get_num_threads(), "flags": flags}
+            tokens = _prompts(model, count, prompt)
+            agreed, lost = _agreed(engines, tokens, new, check)
+            runs = _turns(engines, tokens, new, rounds, lost)
+            for engine in engines:
+                if engine.name in lost:
+                    yield absent_row(lost[engine.name], told)
+                else:
+                    yield timed_row(engine, runs[engine.name], runs[engines[0].name], told, machine) | {
+                        "tokens_equal": agreed[engine.name].tokens,
+                        "logits_differ": agreed[engine.name].logits,
+                    }
+            for missing in failed:
+                yield absent_row(missing, told)
+
+
+def _prompts(model: Model, rows: int, prompt: int) -> Tensor:
+    source = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.vocab, (rows, prompt), generator=source).to(model.device)
+
+
+@torch.inference_mode()
+def _agreed(
+    engines: Sequence[Engine], tokens: Tensor, new: int, check: bool
+) -> tuple[dict[str, Agreement], dict[str, Missing]]:
+    """How far each engine writes what the first does, and those that could not be run at all."""
+    ours = engines[0]
+    agreed, lost = {ours.name: Agreement(None, None)}, {}
+    for engine in engines[1:]:
+        length, steps = (tokens.shape[1], new) if check else (min(WARM[0], tokens.shape[1]), min(8, new))
+        try:
+            if check:
+                compare(ours.exact, engine.exact, tokens, new)
+            agreed[engine.name] = agreement(ours, engine, tokens[:, :length], steps)
+        except Disagreement:
+            raise
+        except Exception as error:  # its own, of whatever kind
+            lost[engine.name] = missed(engine.name, error)
+    return agreed, lost
+
+
+@torch.inference_mode()
+def _turns(
+    engines: Sequence[Engine], tokens: Tensor, new: int, rounds: int, lost: dict[str, Missing]
+) -> Mapping[str, list[Run]]:
+    """Every engine's runs, one a round, after one to warm up. What fails on the way joins `lost`."""
+    runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    for turn in range(rounds + 1):
+        prompts, steps = (tokens, new) if turn else (tokens[:, : WARM[0]], min(WARM[1], new))
+        for engine in engines:
+            if engine.name in lost:
+                continue
             try:
-                engines.append(PEERS[peer](model, source or model, new))
-            except ValueError as error:
-                if refused is None:
+                ran = engine.write(prompts, steps)
+            except Exception as error:
+                if engine is engines[0]:  # ours fails loudly
                     raise
-                refused(peer, error)
-        yield from _speed(model, name, engines, prompt, new, rows, rounds, check)
-
-
-def _speed(
-    model: Model,
-    name: str,
-    engines: Sequence[Engine],
-    prompt: int,
-    new: int,
-    rows: Sequence[int],
-    rounds: int,
-    check: bool,
-) -> Iterator[dict[str, Any]]:
-    # A CPU computes in float32, whatever the weights are stored as.
-    machine = measure(str(model.device), torch.float32 if model.device.type == "cpu" else model.dtype)
-    for count in rows:
-        source = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, model.vocab, (count, prompt), generator=source).to(model.device)
-        with torch.inference_mode():
-            for engine in engines[1:] if check else ():
-                compare(engines[0], engine.exact, tokens, new)
-            for engine in engines:  # warm up: threads, buffers, whatever is compiled on first use
-                run(engine, tokens[:, : min(64, prompt)], 2)
-            runs = [[run(engine, tokens, new) for engine in engines] for _ in range(rounds)]
-        for i, engine in enumerate(engines):
-            ratios = {
-                "prefill_ratio": median(turn[i].ttft / turn[0].ttft for turn in runs),
-                "decode_ratio": median(turn[i].itl / turn[0].itl for turn in runs),
-            }
-            mine = Run(median(turn[i].ttft for turn in runs), median(turn[i].itl for turn in runs))
-            yield {
-                "model": name,
-                "engine": engine.name,
-                "rows": count,
-                "prompt": prompt,
-                "new": new,
-                **rates(engine.priced, mine, count, prompt, new, machine),
-                **ratios,
-                "backend": engine.backend,
-                "dtype": engine.dtype,
-                "threads": torch.get_num_threads(),
-                "model_calls": new,
-                "tokens_per_call": 1.0,
-                "between_commits_s": mine.itl,
-                "decoding": None,
-                "cache_differs": None,
-            }
-
-
-def run(engine: Engine, tokens: Tensor, new: int) -> Run:
-    """Time one greedy generation: the prompt to its first token, then `new` more."""
-    device = str(tokens.device)
-    ttft, ids = timed(lambda: engine.prefill(tokens).argmax(-1), device)
-    steps = []
-    for _ in range(new):
-        seconds, ids = timed(lambda ids=ids: engine.step(ids).argmax(-1), device)
-        steps.append(seconds)
-    return Run(ttft, median(steps))
-
-
-def rates(model: Model, mine: Run, rows: int, prompt: int, new: int, machine: Machine) -> Mapping[str, Any]:
-    """Times as rates, and as fractions of what the machine can do."""
-    step = model.cost(1, prompt + new // 2, rows)
-    return {
-        "ttft_s": mine.ttft,
-        "itl_s": mine.itl,
-        "prefill_tokens_per_s": rows * prompt / mine.ttft,
-        "decode_tokens_per_s": rows / mine.itl,
-        "bytes_per_token": step.traffic // rows,
-        "bandwidth_fraction": step.traffic / mine.itl / machine.bandwidth,
-        "flops_fraction": model.cost(prompt, 0, rows).total_flops / mine.ttft / machine.flops,
-    }
-
-
-def compare(ours: Engine, peer: Engine, tokens: Tensor, new: int) -> None:
-    """Both engines on the same tokens, ours choosing. Raises Disagreement where logits or choices differ."""
-    mine, theirs = ours.prefill(tokens), peer.prefill(tokens)
-    for at in range(new + 1):
-        bound = CLOSE * max(1.0, theirs.abs().max().item())
-        off = (mine - theirs).abs().max().item()
-        if not off <= bound:
-            raise Disagreement(
-                f"{peer.name}: logits differ by {off:.2e} after token {at}, allowed {bound:.2e}"
-            )
-        best = theirs.topk(2).values
-        decided = best[:, 0] - best[:, 1] > UNDECIDED
-        if not torch.equal(mine.argmax(-1)[decided], theirs.argmax(-1)[decided]):
-            raise Disagreement(f"{peer.name}: another greedy token after token {at}")
-        if at < new:
-            ids = mine.argmax(-1)
-            mine, theirs = ours.step(ids), peer.step(ids)
+                lost[engine.name] = missed(engine.name, error)
+            else:
+                runs[engine.name] += [ran] * bool(turn)
+    return runs

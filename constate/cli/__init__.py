@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, convert, doctor, generate, models, quality, train
+from . import bench, compare, convert, doctor, generate, gpu, models, quality, train
 
 app = typer.Typer(
     name="constate",
@@ -30,7 +30,9 @@ app.command("convert")(convert.convert)
 app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
 app.command("quality")(quality.quality)
+app.command("compare")(compare.compare)
 app.add_typer(bench.app, name="bench")
+bench.app.command("gpu")(gpu.gpu)
 
 WRONG = 2
 

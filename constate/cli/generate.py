@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ from .options import (
     Device,
     Dtype,
     Ends,
+    Executor,
     Guidance,
     Json,
     Least,
@@ -61,6 +62,9 @@ Load = Annotated[Path | None, typer.Option(metavar="FILE", help="Go on from a st
 From = Annotated[
     str | None, typer.Option("--file", metavar="FILE", help="Prompts from a file, one a line; - is stdin.")
 ]
+Copies = Annotated[
+    int, typer.Option(parser=count, metavar="M", help="Under --executor ray: so many copies of the model.")
+]
 
 
 def generate(
@@ -94,6 +98,8 @@ def generate(
     guidance: Guidance = None,
     eos: Ends = None,
     min_new_tokens: Least = None,
+    executor: Executor = "local",
+    copies: Copies = 1,
     dtype: Dtype = "float32",
     weights: Weights = None,
     state_dtype: StateDtype = "float32",
@@ -124,14 +130,19 @@ def generate(
         **given(confidence=confidence, order_noise=order_noise, cache=cache, refresh=refresh),
         **given(guidance=guidance, eos=eos, min_new_tokens=min_new_tokens),
     }
+    if executor != "local" or copies != 1:
+        loading = {"device": device, "dtype": dtype, "backend": backend}
+        loading |= {"state_dtype": state_dtype, **given(weights=weights)}
+        spread = _spread(model, texts, executor, copies, loading, options)
+        _print(model, spread, len(texts), n, as_json, logprobs)
+        return
     from ..generation import generate as write
     from ..generation import stream
     from ..loading import load
 
     loaded = load(model, device, dtype, backend, state_dtype, weights)
     if as_json:
-        for result in write(loaded, texts, **options):
-            emit(record(model, result, logprobs))
+        _print(model, write(loaded, texts, **options), len(texts), n, as_json, logprobs)
     elif len(texts) * n == 1:
         done = None
         for event in stream(loaded, texts, **options):
@@ -141,11 +152,47 @@ def generate(
         if done is not None:
             say(summary(model, [done]))
     else:
-        results = write(loaded, texts, **options)
-        for i, result in enumerate(results):
+        _print(model, write(loaded, texts, **options), len(texts), n, as_json, logprobs)
+
+
+def _print(
+    model: str, results: Iterable[Result], prompts: int, n: int, as_json: bool, logprobs: bool
+) -> None:
+    """Results as they come, `n` to a prompt."""
+    done, several = [], prompts * n > 1
+    for i, result in enumerate(results):
+        done.append(result)
+        if as_json:
+            emit(record(model, result, logprobs))
+            continue
+        if several:
             sample = f" · sample {i % n + 1} of {n}" if n > 1 else ""
-            print(f"── {' '.join(str(result.prompt).split())}{sample}", result.text, "", sep="\n")
-        say(summary(model, results))
+            print(f"── {' '.join(str(result.prompt).split())}{sample}")
+        print(result.text, *[""] * several, sep="\n")
+    if not as_json:
+        say(summary(model, done))
+
+
+def _spread(
+    model: str,
+    texts: list[str],
+    executor: str,
+    copies: int,
+    loading: dict[str, Any],
+    options: dict[str, Any],
+) -> Iterator[Result]:
+    """The results of `copies` copies of the model on a cluster, in the order of the prompts."""
+    from ..bench.executor import check
+
+    check(executor)
+    if executor == "local":
+        raise ValueError(f"--copies {copies} run on a cluster: add --executor ray")
+    state = {key: options.pop(key) for key in ("save_state", "load_state")}
+    if asked := [key for key, value in state.items() if value is not None]:
+        raise ValueError(f"--{asked[0].replace('_', '-')} is one file for all prompts: leave --executor out")
+    from ..bench.ray.copies import write
+
+    return write(model, texts, copies, loading=loading, writing=options)
 
 
 def record(model: str, result: Result, logprobs: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +26,15 @@ def count(text: str | int) -> int:
 def counts(text: str) -> list[int]:
     """Counts with commas between them."""
     return [count(part) for part in text.split(",")]
+
+
+def nbytes(text: str | int) -> int:
+    """A size in bytes: `2GiB` is 2 x 1,024^3 of them, `80GB` 80 x 1,000^3. Raises BadParameter."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b|b?)", str(text).strip().lower())
+    if not found:
+        raise typer.BadParameter(f"{text!r} is no size: a number and MiB, GiB, MB, GB or none is wanted")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** (" kmgt".index(found[2]) if found[2] else 0))
 
 
 def names(text: str | None) -> list[str]:
@@ -60,8 +70,22 @@ Weights = Annotated[
 ]
 StateDtype = Annotated[str, typer.Option(help="Of recurrent state: float32, bfloat16, float16.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")]
-Backend = Annotated[str, typer.Option(help="auto, reference, torch, native, triton.")]
+Backend = Annotated[
+    str,
+    typer.Option(
+        help="auto, reference, torch, native, triton; on a GPU also fla, mamba_ssm, causal_conv1d, if here."
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; as PyTorch picks them by default.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Keep each point here as it is measured; what FILE has is not redone."
+    ),
+]
+Executor = Annotated[
+    str, typer.Option(help="Where the work runs: local, or ray, a cluster (a local one where none is found).")
+]
 
 # Of masked diffusion models; what each means is told in diffusion_lm/plan.py.
 Policy = Annotated[

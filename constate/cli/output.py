@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..bench.units import seconds, size
+
 
 def say(text: str) -> None:
     """A remark beside the results, on standard error."""
@@ -70,17 +72,3 @@ def cell(column: str, value: Any) -> str:
     if column.endswith("_ratio"):
         return f"{value:.2f}x"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def size(count: int) -> str:
-    """Bytes in binary units: 1 KiB is 1,024 of them."""
-    amount, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(amount) < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:,.0f} B" if unit == "B" else f"{amount:,.1f} {unit}"
-
-
-def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

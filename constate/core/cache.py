@@ -119,7 +119,7 @@ class Cache(State):
 
     def reserve(self, new: Sequence[int]) -> None:
         """Make room for `new[r]` more tokens in each row. Raises ValueError past a fixed capacity."""
-        need = max((n + m for n, m in zip(self.lengths, new, strict=True)), default=0)
+        need = max([0, *(n + m for n, m in zip(self.lengths, new, strict=True))])
         if need > self.capacity:
             self._grow(need)
 

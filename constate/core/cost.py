@@ -120,7 +120,14 @@ def seen_pairs(new: int, past: int, window: int | None = None, block: int | None
     if block is None:
         return new * total
     if block > 1:
-        return sum(min(total, (p // block + 1) * block) for p in range(past, total))
-    if window is None:
-        return new * past + new * (new + 1) // 2
-    return sum(min(past + i + 1, window) for i in range(new))
+        beyond = -total % block  # places of the last block that are not there
+        seeing = total - max(past, total - 1 - (total - 1) % block) if new else 0
+        return _blockwise(total, block) - _blockwise(past, block) - seeing * beyond
+    growing = new if window is None else max(0, min(new, window - past))  # those that see all before them
+    return growing * past + growing * (growing + 1) // 2 + (new - growing) * (window or 0)
+
+
+def _blockwise(places: int, block: int) -> int:
+    """What `places` places from the first see together if each sees to the end of its block."""
+    full, rest = divmod(places, block)
+    return block * (block * full * (full + 1) // 2 + rest * (full + 1))

@@ -199,8 +199,12 @@ class Experts(Mixer):
     def _ask(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (n, in) through each token's experts, weighed and summed. The order of the sum is the token's
         own, so that no neighbour has a say in it."""
-        few = x.is_cuda and chosen.numel() <= self.spec.experts
-        answers = self._gathered(x, chosen) if few else self._grouped(x, chosen)
+        if _host_waits(x) and chosen.numel() <= self.spec.experts:
+            answers = self._gathered(x, chosen)
+        elif _host_must_not_wait(x):
+            answers = self._all(x, chosen)
+        else:
+            answers = self._grouped(x, chosen)
         return (answers.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _grouped(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -224,8 +228,25 @@ class Experts(Mixer):
         y = torch.bmm(self.down[chosen.flatten()], self._inner(y.squeeze(-1)).unsqueeze(-1))
         return y.squeeze(-1).unflatten(0, chosen.shape)
 
+    def _all(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """The same in a step that is compiled or captured, for so many tokens that nearly every expert is
+        asked by one: all experts answer all tokens. Their weights, which cost the most, are read once."""
+        y = torch.bmm(x.expand(self.spec.experts, *x.shape), self.up.mT)  # (E, n, width)
+        y = torch.bmm(self._inner(y), self.down.mT)
+        return y[chosen, torch.arange(len(x), device=x.device).unsqueeze(-1)]
+
     def _inner(self, y: Tensor) -> Tensor:
         if not self.spec.gated:
             return self.act(y)
         gate, up = y.chunk(2, dim=-1)
         return self.act(gate) * up
+
+
+def _host_waits(x: Tensor) -> bool:
+    """Whether to ask how many tokens each expert has would make the host wait, or cannot be asked at all."""
+    return x.is_cuda or _host_must_not_wait(x)
+
+
+def _host_must_not_wait(x: Tensor) -> bool:
+    """Whether this call is being compiled, or captured as a CUDA graph."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())

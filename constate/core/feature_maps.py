@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .norms import unit
+
 
 def elu(x: Tensor) -> Tensor:
     """elu(x) + 1, positive everywhere (Katharopoulos et al., 2006.16236, equation 7). phi(0) = 1: a token
@@ -33,7 +35,8 @@ def taylor(x: Tensor) -> Tensor:
     the state.
     """
     x = x * x.shape[-1] ** -0.25
-    i, j, weight = _pairs(x.shape[-1], x.device)
+    pairs = _pairs.__wrapped__ if torch.compiler.is_compiling() else _pairs  # no cache can be traced
+    i, j, weight = pairs(x.shape[-1], x.device)
     return torch.cat([torch.ones_like(x[..., :1]), x, x[..., i] * x[..., j] * weight], dim=-1)
 
 
@@ -60,6 +63,7 @@ FEATURE_MAPS = {
     "elu": FeatureMap(elu),
     "relu": FeatureMap(F.relu),
     "identity": FeatureMap(identity),
+    "unit": FeatureMap(unit),  # written and found by direction alone; eps 1e-6
     "taylor": FeatureMap(taylor, lambda k: 1 + k + k * (k + 1) // 2),
 }
 

@@ -24,14 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Ops
-from ..spans import Spans
+from ..spans import Spans, once
 from .cost import Cost, read_weights
 from .state import Nothing, State
 
@@ -58,7 +57,7 @@ class Call:
     shared: dict[Any, Any] = field(default_factory=dict)
     placed: Tensor | None = None
 
-    @cached_property
+    @once
     def positions(self) -> Tensor:
         """The place of each new token in its row, (n,) int64."""
         spans = self.spans
@@ -71,7 +70,7 @@ class Call:
             return self.past
         return self.past[spans.row] + spans.position
 
-    @cached_property
+    @once
     def context(self) -> Spans:
         """Lengths of everything each row has read once the new tokens are in."""
         both = zip(self.lengths, self.spans.lengths, strict=True)
@@ -112,7 +111,7 @@ class Mixer(nn.Module):
         if said is not None:
             return said
         said = tape.vector(x.shape[1])
-        tape.between(lambda: said.copy_(self.step(x.to(self.dtype), tape.call, state)))
+        tape.between(lambda: said.copy_(self.step(x.to(self.dtype), tape.call, state)), x, said)
         return said
 
     def cost(self, new: int, past: int) -> Cost:

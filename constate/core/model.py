@@ -331,7 +331,8 @@ class Model(nn.Module):
             raise ValueError(f"tokens are {tokens.dtype}: token ids are wanted, int64 (or int32)")
         if tokens.device != self.device:
             raise ValueError(f"tokens on {tokens.device}, the model on {self.device}")
-        if tokens.device.type == "cpu" and tokens.numel():
+        # Where the values can be read: on an accelerator the host would wait for them.
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = torch.aminmax(tokens)
             if low < 0 or high >= self.embed.num_embeddings:
                 bad = int(high) if high >= self.embed.num_embeddings else int(low)

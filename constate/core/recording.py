@@ -1,14 +1,15 @@
 """A model's decode step written onto a tape, for one cache: prepared once, replayed for every token.
 
-What a mixer's `record` writes runs as C; a mixer without one runs its own step between two pieces of tape.
+What a mixer's `record` writes runs as C, or on a GPU as Triton kernels and one CUDA graph; a mixer without
+one runs its own step between two pieces of tape.
 A recording holds addresses of the cache's tensors and copies of what was computed from parameters: it is
 good for as long as both stay what they were, which `fits` tells. The residual stream and all activations
-are float32, whatever the weights are stored as. Knows blocks and norms; no mixer, and nothing of C.
+are float32, whatever the weights are stored as. Knows blocks and norms; no mixer, and no tape's inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ class Recording:
     def __init__(self, model: Model, cache: Cache):
         begin = model.ops.tape
         assert begin is not None, f"backend {model.ops.backend} records no step"
-        self.ops, self.spans = model.ops, Spans.ones(cache.rows)
+        self.ops, self.spans = model.ops, Spans.ones(cache.rows, cache.past.device)
         self.weights = [
             (module._parameters, name, p, p.data_ptr(), _version(p))
             for module in model.modules()
@@ -60,6 +61,11 @@ class Recording:
             )
         )
 
+    @property
+    def reason(self) -> str | None:
+        """Why a step is not the replay of one CUDA graph; None where it is, from the third step on."""
+        return self.tape.reason
+
     def step(self, model: Model, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits (rows, vocab) of one token a row; the states move on, the cache's lengths do not."""
         self.tape.call = call = Call(self.spans, self.ops, cache.lengths, cache.past, cache.states)
@@ -81,7 +87,7 @@ class Recording:
         if isinstance(norm, nn.Identity):
             return x  # which nobody changes before the branch has said something of it
         normed = tape.vector(x.shape[1])
-        tape.between(lambda: normed.copy_(norm(x)))
+        tape.between(lambda: normed.copy_(norm(x)), x, normed)
         return normed
 
     def _post(self, norm: nn.Module | None, said: Tensor) -> Tensor:
@@ -89,7 +95,7 @@ class Recording:
             return said
         if isinstance(norm, RMSNorm | LayerNorm):
             return norm.record(self.tape, said)
-        self.tape.between(lambda: said.copy_(norm(said)))
+        self.tape.between(lambda: said.copy_(norm(said)), said)
         return said
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -100,20 +106,23 @@ class Recording:
 def recorded(model: Model, cache: Cache) -> Recording | None:
     """The recording of this cache, made now if there is none that fits; None where the backend has no tape,
     or for a dtype that it does not read."""
-    if model.ops.tape is None or model.state_dtype != torch.float32 or torch.compiler.is_compiling():
+    tape = model.ops.tape
+    if tape is None or model.state_dtype != torch.float32 or torch.compiler.is_compiling():
         return None
     if cache.recording is None or not cache.recording.fits(model):
-        cache.recording = Recording(model, cache) if _readable(model) else None
+        # Memory that is made in inference mode could not be written to in a later step outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            cache.recording = Recording(model, cache) if _readable(model, tape.dtypes) else None
     return cache.recording
 
 
-def _readable(model: Model) -> bool:
-    """Whether C reads the weights as they are: what modules declare float32 is no longer so in a model that
-    PyTorch's own `.bfloat16()` or `.double()` has cast."""
+def _readable(model: Model, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether a tape's kernels read the weights as they are, matrices in one of `dtypes`: what modules
+    declare float32 is no longer so in a model that PyTorch's own `.bfloat16()` or `.double()` has cast."""
     declared = ((m, name) for m in model.modules() for name in getattr(type(m), "float32", ()))
     held = (m._parameters.get(name) for m, name in declared)
     exact = all(p is None or p.dtype in (torch.float32, torch.int8) for p in held)
-    return exact and model.dtype in (torch.float32, torch.bfloat16)
+    return exact and model.dtype in dtypes
 
 
 def _version(p: Tensor) -> int:

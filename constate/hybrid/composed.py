@@ -19,6 +19,7 @@ from typing import Any
 
 from ..core.architecture import Architecture
 from ..core.attention import Attention, AttentionSpec
+from ..core.convolution import Convolution, ConvolutionSpec
 from ..core.cross_layer import CrossLayerAttention
 from ..core.experts import Experts, ExpertsSpec
 from ..core.latent import LatentAttention, LatentSpec
@@ -42,6 +43,7 @@ from ..ssm.rg_lru import RGLRU, RGLRUSpec
 
 MIXERS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "attention": (Attention, AttentionSpec),
+    "convolution": (Convolution, ConvolutionSpec),
     "delta_net": (DeltaNet, DeltaNetSpec),
     "gated_deltanet": (GatedDeltaNet, GatedDeltaNetSpec),
     "gla": (GLA, GLASpec),

@@ -59,6 +59,8 @@ class LinearAttention(Mixer):
         self.h, self.hk, self.spec = spec.heads, spec.kv_heads or spec.heads, spec
         if self.h % self.hk:
             raise ValueError(f"{self.h} query heads cannot share {self.hk} key/value heads evenly")
+        if spec.feature_map == "unit" and (spec.unit_q or spec.unit_k):
+            raise ValueError("feature map 'unit' norms q and k already: unit_q and unit_k would do so again")
         self.map = feature_map(spec.feature_map)
         self.dk, self.dv = self.map.width(spec.key_dim), spec.value_dim
         self.columns = self.dv + spec.normaliser
@@ -90,10 +92,12 @@ class LinearAttention(Mixer):
         assert isinstance(state, Matrix)
         spec, group = self.spec, self.h // self.hk
         q, k, v = self.in_proj.record(tape, x).split(self.qkv, dim=-1)
-        summed = {"norm": "sum", "eps": 1e-4}
+        summed, kind, always = {"norm": "sum", "eps": 1e-4}, spec.feature_map, {}
+        if kind == "unit":
+            kind, always = "identity", {"norm": "length", "eps": 1e-6}
         with tape.side_by_side():
-            q = tape.features(spec.feature_map, q, self.h, **(summed if spec.unit_q else {}))
-            k = tape.features(spec.feature_map, k, self.hk, group=group, **(summed if spec.unit_k else {}))
+            q = tape.features(kind, q, self.h, **(summed if spec.unit_q else always))
+            k = tape.features(kind, k, self.hk, group=group, **(summed if spec.unit_k else always))
             v = tape.features("identity", v, self.hk, group=group, ones=int(spec.normaliser))
         o = tape.gated_linear(q, k, v, None, state.s, heads=self.h, scale=self.dk**-0.5)
         o = tape.divide(o, self.h, spec.eps) if spec.normaliser else o

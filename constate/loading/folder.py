@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..core.architecture import write_config
+from ..core.architecture import Architecture, write_config
 from ..core.checkpoint import Checkpoint, read_json, whole, write_json, write_tensors
 from ..core.int8 import packed, plan, put, stores_int8
 from ..core.linear import Rows
@@ -42,7 +42,8 @@ def load(
     `backend`: see kernels.dispatch.select.
     Raises ValueError, one clear line or a list of faults, for anything that is not exactly right.
     """
-    place, weight_dtype, states = _device(device), _dtype("dtype", dtype), _dtype("state_dtype", state_dtype)
+    place, weight_dtype = device_named(device), dtype_named("dtype", dtype)
+    states = dtype_named("state_dtype", state_dtype)
     narrow = stores_int8(weights, weight_dtype)
     ops = select(backend, place)
     folder = locate(name)
@@ -51,8 +52,7 @@ def load(
         told = tell(raw, checkpoint.shapes())
         check_room(checkpoint.shapes().values(), torch.int8 if narrow else weight_dtype, place)
         architecture, config = told.architecture, told.config
-        with _Outlined():
-            model = architecture.build(config).to_dtype(weight_dtype)
+        model = outline(architecture, config, weight_dtype)
         params = dict(model.named_parameters())
         shapes = {key: p.shape for key, p in params.items()}
         exact = plan(model) if narrow else {}
@@ -81,7 +81,7 @@ def load(
 def save(model: Model, folder: str | Path, dtype: str = "float32") -> None:
     """Write config.json, model.safetensors and the tokenizer as `load` reads them, under the published
     names of the architecture. What a module keeps in float32 is stored so."""
-    folder, stored, architecture = Path(folder), _dtype("dtype", dtype), model.architecture
+    folder, stored, architecture = Path(folder), dtype_named("dtype", dtype), model.architecture
     if model.weight_dtype == "int8":
         raise ValueError("this model's weights are int8, and no checkpoint is: load it without, save that")
     if architecture is None:
@@ -103,6 +103,13 @@ def save(model: Model, folder: str | Path, dtype: str = "float32") -> None:
         write_json(folder / "tokenizer_config.json", special)
     if template := model.chat_template:
         whole(folder / "chat_template.jinja", lambda new: new.write_text(template, encoding="utf-8"))
+
+
+def outline(architecture: Architecture, config: Any, dtype: torch.dtype) -> Model:
+    """A model's shape: every parameter in its place and dtype, the large ones without memory (on the device
+    "meta"). What it costs and holds can be asked of it; it cannot run."""
+    with _Outlined():
+        return architecture.build(config).to_dtype(dtype)
 
 
 class _Outlined(TorchFunctionMode):
@@ -137,13 +144,14 @@ def _kept(model: Model) -> set[str]:
     }
 
 
-def _dtype(what: str, name: str) -> torch.dtype:
+def dtype_named(what: str, name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"{what}={name!r}: one of {', '.join(DTYPES)} is wanted")
     return DTYPES[name]
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """The device of this name. Raises ValueError where there is none here."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

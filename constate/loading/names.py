@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def locate(name: str | Path) -> Path:
         if any(path.match(kind) for kind in PICKLES):
             raise ValueError(refusal(path.name, path.parent))
         raise ValueError(f"{path} is a file; the folder that holds it and its config.json is wanted")
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
+    if _hub_id(text):
         return _download(text)
     raise ValueError(
         f"no model {text!r}: no such folder, and a hub id reads OWNER/NAME; {near(text, checkpoints())}"
@@ -57,20 +58,26 @@ def _read_gguf(text: str, path: Path) -> Path:
     return folder_of(path, convert)
 
 
+def only_config(name: str | Path) -> Path:
+    """The config.json of a checkpoint, of which a hub id's is all that is downloaded. Raises ValueError."""
+    text = str(name)
+    if Path(name).expanduser().is_dir() or text.startswith("tiny/") or not _hub_id(text):
+        return locate(name) / "config.json"
+    from huggingface_hub import hf_hub_download
+
+    with _reached(text):
+        return Path(hf_hub_download(text, "config.json"))
+
+
+def _hub_id(text: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) is not None
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    try:
+    with _reached(hub_id):
         folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise ValueError(
-            f"{hub_id!r} is neither a folder here nor in the local Hugging Face cache, and the hub cannot be "
-            "reached (no network, or HF_HUB_OFFLINE is set)"
-        ) from error
-    except (OSError, HFValidationError) as error:  # its HTTP errors are OSErrors: not found, gated, timed out
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{hub_id!r} could not be downloaded: {why}") from error
     if not (folder / "config.json").is_file():
         raise ValueError(f"{hub_id!r} has no config.json on the hub: it is no model in Hugging Face's format")
     if not any(folder.glob("*.safetensors")):
@@ -79,6 +86,23 @@ def _download(hub_id: str) -> Path:
             f"`hf download {hub_id} --local-dir IN`, then `constate convert IN OUT` reads their tensors alone"
         )
     return folder
+
+
+@contextmanager
+def _reached(hub_id: str) -> Iterator[None]:
+    """What the hub raises inside, said as a ValueError."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"{hub_id!r} is neither a folder here nor in the local Hugging Face cache, and the hub cannot be "
+            "reached (no network, or HF_HUB_OFFLINE is set)"
+        ) from error
+    except (OSError, HFValidationError) as error:  # its HTTP errors are OSErrors: not found, gated, timed out
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{hub_id!r} could not be downloaded: {why}") from error
 
 
 def near(name: str, known: Iterable[str]) -> str:

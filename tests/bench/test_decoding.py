@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from constate.bench import decoding, memory, speed
+from constate.bench import decoding, speed
 from constate.bench.quality import unmasking
 from constate.bench.shapes import random_model
+from constate.bench.speed_rows import KEYS
 from constate.diffusion_lm.plan import Plan
 from constate.loading import load
 from constate.training.text import load_tokenizer
-from tests.bench.test_speed import KEYS
 from tests.denoisers import make
 
 
@@ -22,7 +22,7 @@ def test_rows_have_the_keys_of_every_speed():
     )
     assert [(row["rows"], row["engine"]) for row in rows] == [(1, "constate"), (3, "constate")]
     for row in rows:
-        assert list(row) == KEYS.split()
+        assert list(row) == list(KEYS)
         assert (row["model_calls"], row["tokens_per_call"]) == (4, 3.0)
         assert row["bytes_per_token"] is None and row["cache_differs"] == 0.0
         assert row["decoding"] == "policy confidence, clean, block 32, cache none"
@@ -61,8 +61,6 @@ def test_what_has_no_meaning_is_refused():
     for given in ({"against": ["transformers"]}, {"check": True}):
         with pytest.raises(ValueError, match="no peer is set beside such a model"):
             next(speed.speed(model, "m", **given))
-    with pytest.raises(ValueError, match="one token after another"):
-        next(memory.memory(model, "m", [64]))
 
 
 # -- the frontier ----------------------------------------------------------------------------------------

@@ -9,6 +9,13 @@ from torch import Tensor
 
 from constate.bench import doctor
 from constate.kernels import dispatch, reference
+from constate.kernels.triton import MISSING
+
+
+@pytest.fixture(autouse=True)
+def without_the_interpreter(monkeypatch: pytest.MonkeyPatch):
+    """Triton's interpreter is slow, and has a test of its own."""
+    monkeypatch.delenv("TRITON_INTERPRET")
 
 
 def rows() -> dict[tuple[str, str], dict[str, Any]]:
@@ -129,3 +136,17 @@ def test_a_small_difference_is_allowed():
     got = case.run(off(reference.gated_linear_scan, 0, 1e-6))
     verdict = doctor.compare(got, want)
     assert verdict["ok"] and 0 < verdict["max_error"] <= 1e-4
+
+
+def test_triton_s_kernels_are_examined_where_they_run(monkeypatch: pytest.MonkeyPatch):
+    """In the interpreter here: what has a kernel is right, what has none says what serves it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(doctor, "LENGTHS", (1, 0, 20, 3))
+    monkeypatch.setattr(doctor, "available", lambda device: dispatch.available(device)[-1:])
+    found = rows()
+    assert {backend for _, backend in found} == {"triton"}
+    for (op, _), row in found.items():
+        if op in MISSING:
+            assert row["ok"] is None and row["reason"].startswith("torch serves it: ")
+        else:
+            assert row["ok"] is True, row

@@ -106,14 +106,26 @@ def test_the_correction_has_no_say_in_the_weights() -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_gathered_weights_give_what_grouped_tokens_give(name: str) -> None:
+def test_gathered_weights_and_all_experts_give_what_grouped_tokens_give(name: str) -> None:
     layer, x = made(SPECS[name]), inputs(5)
     chosen, _ = layer.router(x)
     inner = x if layer.latent_in is None else layer.latent_in(x)
     with torch.no_grad():
-        grouped, gathered = layer._grouped(inner, chosen), layer._gathered(inner, chosen)
+        grouped = layer._grouped(inner, chosen)
+        others = layer._gathered(inner, chosen), layer._all(inner, chosen)
     assert grouped.shape == (5, SPECS[name].per_token, inner.shape[1])
-    assert torch.allclose(grouped, gathered, rtol=0, atol=1e-5 * float(grouped.abs().max()))
+    for other in others:
+        assert torch.allclose(grouped, other, rtol=0, atol=1e-5 * float(grouped.abs().max()))
+
+
+def test_a_compiled_layer_asks_in_one_graph() -> None:
+    """Few tokens by gathered weights, many by asking all experts: the host may not ask how many each has."""
+    layer = made(SPECS["deepseek_v3"])
+    compiled = torch.compile(layer.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for n in (1, 33):
+            x = inputs(n)
+            assert torch.allclose(compiled(x, call(n)), layer(x, call(n)), rtol=0, atol=1e-5)
 
 
 def test_gradients_equal_the_loops() -> None:

@@ -39,5 +39,7 @@ def test_features_are_float32_of_the_width_that_is_said(name: str) -> None:
 
 
 def test_an_unknown_map_is_named() -> None:
-    with pytest.raises(ValueError, match="'performer' is not known; known are elu, relu, identity, taylor"):
+    with pytest.raises(
+        ValueError, match="'performer' is not known; known are elu, relu, identity, unit, taylor"
+    ):
         feature_map("performer")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from constate.bench.quality.bpb import BOOK
+from constate.bench.quality.texts import BOOK
 from constate.core.model import Model
 from constate.diffusion_lm.denoiser import Denoiser, denoiser
 from constate.diffusion_lm.likelihood import bits_per_byte

@@ -34,7 +34,7 @@ def test_five_unequal_prompts_equal_five_lone_runs(model: Model, options: dict[s
 
 def test_it_fills_gaps_better_with_the_text_on_both_sides():
     """One place of a book that it has not read, 96 times: with the right side it knows far more of them."""
-    from constate.bench.quality.bpb import read
+    from constate.bench.quality.texts import read
 
     model = load("tiny/mdlm")
     assert model.tokenizer is not None

@@ -21,15 +21,14 @@ from constate.core.decay import bounded_decay, softplus_decay
 from constate.core.mixer import Call, Mixer
 from constate.core.model import Model
 from constate.core.rotary import Rotary
-from constate.kernels.dispatch import available
 from constate.loading import find
 from constate.spans import Spans
 from tests import loops, test_cases
+from tests.backends import BACKENDS
 from tests.laws import regroups
 from tests.models import HYBRIDS, MODELS, VOCAB, make, tokens
 from tests.referee import referee, same_logits, same_state
 
-BACKENDS = [row.backend for row in available("cpu") if row.here]
 CONVOLVED = tuple(name for name in HYBRIDS if MODELS[name].widths)
 RECURRENT = tuple(name for name in HYBRIDS if MODELS[name].recurrent)
 

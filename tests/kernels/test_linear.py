@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from constate.core.int8 import quantised
-from constate.kernels.dispatch import available, select
+from constate.kernels.dispatch import select
+from tests.backends import BACKENDS
 from tests.kernels import hostile
 
-OPS = {row.backend: select(row.backend).linear for row in available("cpu") if row.here}
+OPS = {backend: select(backend).linear for backend in BACKENDS}
 WIDTHS = [(1, 1), (5, 3), (16, 4), (48, 33), (64, 2), (80, 100), (127, 65), (130, 7), (1537, 70)]
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31)
 FORMATS = ("float32", "bfloat16", "int8")

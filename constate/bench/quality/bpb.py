@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,23 +11,11 @@ from ...core.model import Model
 from ...diffusion_lm import likelihood
 from ...diffusion_lm.denoiser import Masked
 from ...training.score import WINDOW, bits_per_byte
-from ...training.text import shipped
+from .reading import fits
+from .row import row
+from .texts import read
 
-BOOK = "northanger_abbey"  # what no shipped model was trained on
 SEED = 0  # of a denoiser's draws
-
-
-def read(text: str | None) -> tuple[str, str]:
-    """A text's name and content: a shipped one, or a UTF-8 file. Raises ValueError for neither."""
-    name = text or BOOK
-    if name in (BOOK, "shakespeare"):
-        return name, shipped(name)
-    try:
-        return Path(name).name, Path(name).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"--text {name}: neither {BOOK}, shakespeare nor a file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text {name}: not UTF-8 ({error}); plain text is wanted") from None
 
 
 def bpb(model: Model, name: str, text: str | None = None) -> dict[str, Any]:
@@ -45,29 +32,26 @@ def bpb(model: Model, name: str, text: str | None = None) -> dict[str, Any]:
     title, content = read(text)
     tokens = torch.tensor(model.tokenizer.encode(content, add_special_tokens=False).ids)
     size = len(content.encode())
+    fits(model, name, min(WINDOW, len(tokens)))
     start = min(model.eos_ids, default=0)
-    row = {
-        "probe": "bpb",
-        "model": name,
-        "seed": None,
-        "setting": f"{title}, windows of {WINDOW} tokens",
-        "score": math.nan,
-        "chance": math.log2(model.vocab) * len(tokens) / size,
-        "n": size,
-        "low": None,
-        "high": None,
-        "bound": isinstance(model.config, Masked),
-        "params": sum(p.numel() for n, p in model.named_parameters() if not n.endswith(".scales")),
-        "state_bytes": model.cost().held.get("state", 0),
-        "dtype": model.weight_dtype,
-    }
+    found = row(
+        "bpb",
+        model,
+        name,
+        setting=f"{title}, windows of {WINDOW} tokens",
+        score=math.nan,
+        chance=math.log2(model.vocab) * len(tokens) / size,
+        n=size,
+        tokens=WINDOW,
+    )
+    found["bound"] = isinstance(model.config, Masked)
     tokens = tokens.to(model.device)
-    if not row["bound"]:
-        return row | {"score": bits_per_byte(model, tokens, size, start=start)}
+    if not found["bound"]:
+        return found | {"score": bits_per_byte(model, tokens, size, start=start)}
     bound = likelihood.bits_per_byte(model, tokens, size, window=WINDOW, start=start, seed=SEED)
-    return row | {
+    return found | {
         "seed": SEED,
-        "setting": f"{row['setting']}; an upper bound, from {likelihood.SAMPLES} draws each",
+        "setting": f"{found['setting']}; an upper bound, from {likelihood.SAMPLES} draws each",
         "score": bound.value,
         "low": bound.value - 1.96 * bound.error,
         "high": bound.value + 1.96 * bound.error,

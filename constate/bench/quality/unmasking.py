@@ -22,7 +22,7 @@ from ...diffusion_lm.denoiser import denoiser
 from ...diffusion_lm.plan import APPROXIMATE
 from ...generation import Result, generate
 from ...training.score import bits_per_byte
-from .bpb import read
+from .texts import read
 
 JUDGE = "tiny/transformer"
 SIDE, GAP, PROMPT = 64, 8, 32  # tokens to the left and right of a gap, in it, and before written text

@@ -104,8 +104,12 @@ def _attend(
         # The scores, which PyTorch would keep, are more than what is added here; zeros change no sum.
         scale, wide = dk**-0.5 if scale is None else scale, max(dk, dv)
         q, k, v = (x if x.shape[3] == wide else pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
+    group = h // k.shape[1]
+    if group > 1 and q.is_cuda and (attn_mask is not None or dk != dv or q.dtype == torch.float32):
+        # The one fused kernel for these wants a key head for each query head; else every score would be kept.
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     o = scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
     )
     return o if o.shape[3] == dv else o[..., :dv]
 

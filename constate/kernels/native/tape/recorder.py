@@ -25,6 +25,12 @@ class Recorder:
     is (a cache that grew, a weight that was replaced, wants a new tape).
     """
 
+    dtypes = (torch.float32, torch.bfloat16)
+    """What a model's matrices may be stored in."""
+
+    reason = "C on a CPU, which has no graphs"
+    """Why a step is not a CUDA graph."""
+
     def __init__(self, rows: int, past: Tensor):
         self.rows, self.past = rows, past
         self.call: Any = None  # what steps between pieces are given, anew in every step
@@ -45,8 +51,9 @@ class Recorder:
         for piece in self.pieces:
             piece()
 
-    def between(self, step: Step) -> None:
-        """Record a step that is Python's: it runs after what was recorded before and before what comes."""
+    def between(self, step: Step, *touched: Tensor) -> None:
+        """Record a step that is Python's, which reads and writes `touched`: it runs after what was recorded
+        before and before what comes."""
         self._close()
         self.pieces.append(step)
 

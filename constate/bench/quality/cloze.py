@@ -1,0 +1,115 @@
+"""Cloze: which word ends this passage? It stood in the passage before, as the others did that are offered.
+
+After LAMBADA (Paperno et al., 1606.06031), whose last words can be told from the whole passage but not from
+the last sentence; made here from any book, without a download. Departures: four words to choose from, of
+which every one has been read in the passage; no person has checked that a reader would find it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...core.model import Model
+from ...spans import Spans
+from .intervals import share
+from .reading import book, first_id, fits
+from .row import row
+from .texts import read
+
+CHOICES = 4
+PASSAGES = 200
+WORDS = 120  # of a passage, at least
+LEAST = 5  # letters of a word that is asked for
+
+
+@dataclass(frozen=True)
+class Question:
+    """A passage without its last word, and words that might be it, the right one first."""
+
+    passage: str
+    words: tuple[str, ...]
+
+
+def cloze(
+    model: Model, name: str, text: str | None = None, *, most: int = PASSAGES, seed: int = 0
+) -> dict[str, Any]:
+    """One row: `score` is the share of passages whose own last word is the likeliest of CHOICES.
+
+    A word's likelihood is that of all its tokens behind the passage. Raises ValueError for a model without
+    a tokenizer and for a text that holds no such passage.
+    """
+    book(model, name, text)
+    title, content = read(text)
+    asked = list(questions(content, most, seed))
+    if not asked:
+        raise ValueError(f"{title}: no passage of {WORDS} words ends in one that it holds before, {name}")
+    right = torch.tensor([_chosen(model, name, q) == 0 for q in asked], dtype=torch.int64)
+    score, low, high = share(right, torch.ones_like(right))
+    return row(
+        "cloze",
+        model,
+        name,
+        seed=seed,
+        setting=f"{title}, {CHOICES} words of the passage, passages of {WORDS} words and more",
+        score=score,
+        chance=1 / CHOICES,
+        n=len(asked),
+        low=low,
+        high=high,
+    )
+
+
+def questions(content: str, most: int, seed: int) -> Iterator[Question]:
+    """At most `most` passages spread over the text, the same for the same seed: whole sentences, the last of
+    which ends in a lower-case word of LEAST letters that stands in an earlier sentence."""
+    draw = random.Random(seed)
+    sentences = [" ".join(s.split()) for s in re.split(r"(?<=[.!?])\s+", content)]
+    sizes = [len(s.split()) for s in sentences]
+    found: list[Question] = []
+    for last in range(len(sentences)):
+        first, count = last, sizes[last]
+        while first and count < WORDS:
+            first -= 1
+            count += sizes[first]
+        if count >= WORDS and (question := _question(sentences[first : last + 1], draw)):
+            found.append(question)
+    rows = min(most, len(found))
+    return (found[i * len(found) // rows] for i in range(rows))
+
+
+def _question(sentences: list[str], draw: random.Random) -> Question | None:
+    ending = re.fullmatch(rf"(.*\s)?([a-z]{{{LEAST},}})[.!?]", sentences[-1])
+    if not ending or not ending[1]:
+        return None
+    before = " ".join(sentences[:-1])
+    earlier = sorted({w for w in re.findall(r"[a-z]+", before) if len(w) >= LEAST})
+    word = ending[2]
+    others = [w for w in earlier if w != word]
+    if word not in earlier or len(others) < CHOICES - 1:
+        return None
+    return Question(f"{before} {ending[1].rstrip()}", (word, *draw.sample(others, CHOICES - 1)))
+
+
+@torch.no_grad()
+def _chosen(model: Model, name: str, question: Question) -> int:
+    """Which of the words the model finds likeliest: one forward over all, packed."""
+    assert model.tokenizer is not None
+    encode = model.tokenizer.encode
+    passage = [first_id(model), *encode(question.passage, add_special_tokens=False).ids]
+    words = [encode(" " + word, add_special_tokens=False).ids for word in question.words]
+    fits(model, name, len(passage) + max(map(len, words)))
+    rows = [passage + word[:-1] for word in words]
+    spans = Spans.of(map(len, rows), model.device)
+    heard = torch.tensor([i for row in rows for i in row], device=model.device)
+    odds = model(heard, spans).float().log_softmax(-1)
+    scores = []
+    for word, end in zip(words, spans.offsets[1:], strict=True):
+        said = odds[end - len(word) : end].cpu()
+        scores.append(float(said[torch.arange(len(word)), torch.tensor(word)].sum()))
+    return max(range(len(words)), key=scores.__getitem__)
