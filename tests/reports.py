@@ -6,6 +6,9 @@ Three models of round sizes. Every number that a report computes from them can b
 from collections.abc import Mapping
 from typing import Any
 
+from constate.bench.compare.evidence import gather, quality
+from constate.bench.compare.standing import Standing, standings
+from constate.bench.compare.workload import Workload
 from constate.bench.results import Record
 
 NEW = 4  # tokens that the memory bench writes after a prompt
@@ -91,3 +94,11 @@ def measured(machine: Mapping[str, Any] = CPU) -> list[Record]:
         found += [record("speed", speed(model, 1000, rows), machine) for rows in (2, 8)]
         found += [record("quality", score(model), machine)]
     return found
+
+
+ASKED = Workload(prompt=1000, new=280, concurrency=2, memory_limit=20_000_000)
+
+
+def standing(records: list[Record], workload: Workload = ASKED) -> dict[str, Standing]:
+    (one,) = gather(records)
+    return {s.series: s for s in standings(one, quality(records), workload)}

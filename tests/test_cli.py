@@ -434,3 +434,21 @@ def test_a_closed_pipe_is_no_traceback(folder: Path):
     os.close(writer)
     assert child.returncode == 1
     assert child.stderr == ""
+
+
+def test_a_table_in_a_pipe_keeps_every_number_on_one_line(capsys: pytest.CaptureFixture[str]):
+    from constate.cli.output import table
+
+    columns = [f"column{i}" for i in range(30)]
+    table([dict.fromkeys(columns, 13_015_864_320)], columns)
+    row = next(line for line in capsys.readouterr().out.splitlines() if "320" in line)
+    assert row.count("13,015,864,320") == 30
+
+
+def test_what_a_peer_chose_is_set_beside_what_ours_was_stored_in():
+    from constate.cli.bench.speed import _remarks
+
+    ours = {"model": "m", "engine": "constate", "dtype": "int8", "flags": [], "tokens_equal": None}
+    peer = {**ours, "engine": "transformers", "dtype": "float32", "tokens_equal": 0.78}
+    said = ["of m transformers in float32 chose 78% of the tokens that we chose in int8"]
+    assert list(_remarks([{**ours, "dtype": "float32"}, {**peer, "tokens_equal": 1.0}, ours, peer])) == said

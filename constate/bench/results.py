@@ -70,7 +70,7 @@ class Results:
         self.records: list[Record] = []
         if self.path is not None and self.path.exists():
             self.records = read(self.path)
-            _cut_unfinished(self.path)
+            _end_the_line(self.path)
         elif self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._by_key = {record.key: record for record in self.records}
@@ -116,7 +116,7 @@ def read(*paths: str | Path) -> list[Record]:
             raise ValueError(f"{path}: no such results file; --out of a bench command writes one") from None
         except (UnicodeDecodeError, IsADirectoryError):
             raise ValueError(f"{path} is no results file: JSON lines are wanted, one record each") from None
-        whole = text[: text.rfind("\n") + 1]
+        whole = text if _complete(_last(text)) else text[: text.rfind("\n") + 1]
         cut = text[len(whole) : len(whole) + len(START)]
         if not START.startswith(cut):  # no record of ours that was cut off: nobody's to throw away
             raise ValueError(
@@ -155,8 +155,27 @@ KINDS: Mapping[str, type] = {
 }
 
 
-def _cut_unfinished(path: Path) -> None:
-    """Take off a last line without its end, so that the next record does not begin in the middle of it."""
+def _end_the_line(path: Path) -> None:
+    """Take off an unfinished last line, so that the next record does not begin in the middle of it; a whole
+    one that lacks its end alone, as editors leave it, gets that."""
     content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
+    if not content or content.endswith(b"\n"):
+        return
+    if _complete(_last(content.decode())):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    else:
         os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _last(text: str) -> str:
+    """What stands behind the last end of a line."""
+    return text[text.rfind("\n") + 1 :]
+
+
+def _complete(line: str) -> bool:
+    """Whether a line that begins as a record is all of one: what was cut off lacks its last brace."""
+    try:
+        return line.startswith(START) and bool(json.loads(line))
+    except ValueError:
+        return False

@@ -120,13 +120,7 @@ def compare(
     if results:
         records = _joined(results, out / RESULTS, wanted)
     else:
-        load = {
-            "dtype": dtype,
-            **given(weights=weights),
-            "state_dtype": state_dtype,
-            "device": device,
-            "backend": backend,
-        }
+        load = given(dtype=dtype, weights=weights, state_dtype=state_dtype, device=device, backend=backend)
         sweep: dict[str, Any] = {
             "models": tuple(wanted or MODELS),
             "lengths": tuple(counts(lengths)),

@@ -131,8 +131,7 @@ def generate(
         **given(guidance=guidance, eos=eos, min_new_tokens=min_new_tokens),
     }
     if executor != "local" or copies != 1:
-        loading = {"device": device, "dtype": dtype, "backend": backend}
-        loading |= {"state_dtype": state_dtype, **given(weights=weights)}
+        loading = given(dtype=dtype, weights=weights, state_dtype=state_dtype, device=device, backend=backend)
         spread = _spread(model, texts, executor, copies, loading, options)
         _print(model, spread, len(texts), n, as_json, logprobs)
         return

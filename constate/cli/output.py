@@ -9,6 +9,8 @@ from typing import Any
 
 from ..bench.units import seconds, size
 
+WIDEST = 2000  # columns of a table that nobody watches
+
 
 def say(text: str) -> None:
     """A remark beside the results, on standard error."""
@@ -46,8 +48,8 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], title: str 
     for row in rows:
         shown.add_row(*(cell(column, row.get(column)) for column in columns))
     console = Console()
-    if not console.is_terminal:  # a file or a pipe is as wide as it needs to be
-        console.width = 200
+    if not console.is_terminal:  # a file or a pipe is as wide as it needs to be, and a number on one line
+        console.width = max(200, console.measure(shown, options=console.options.update(width=WIDEST)).maximum)
     console.print(shown)
 
 

@@ -110,13 +110,7 @@ def quality(
     _only(probe, {"lm-eval"}, tasks=tasks)
     _only(probe, {"compare"}, out=out, grid=grid, jobs=jobs)
     _only(probe, set(NAMES) - {"bpb", "positions", "repeat", "drift"} | {"compare"}, seeds=seeds)
-    load: dict[str, Any] = {
-        "dtype": dtype,
-        "weights": weights,
-        "state_dtype": state_dtype,
-        "device": device,
-        "backend": backend,
-    }
+    load = given(dtype=dtype, weights=weights, state_dtype=state_dtype, device=device, backend=backend)
     if probe == "compare":
         return _compare(out or Path("quality"), grid or "default", seeds or 3, jobs or 2, executor, as_json)
     if probe == "unmasking":
@@ -130,7 +124,7 @@ def quality(
         from ..bench.quality.lmeval import TASKS, evaluate
 
         wanted = names(tasks) or TASKS
-        found = (row for name, _ in targets(model, None) for row in evaluate(name, wanted, **given(**load)))
+        found = (row for name, _ in targets(model, None) for row in evaluate(name, wanted, **load))
         show(found, as_json, HARNESS)
     else:
         show(_scores(probe, model, text, seeds or 1, _read(settings), load), as_json, SCORES)

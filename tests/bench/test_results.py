@@ -97,6 +97,17 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path, content: bytes, sai
     assert path.read_bytes() == content
 
 
+def test_a_record_that_lacks_its_end_of_line_alone_is_kept(tmp_path: Path):
+    """As an editor leaves the last one."""
+    Results(path := tmp_path / "r.jsonl").add("memory", {"n": 1}, [])
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert [r.settings["n"] for r in read(path)] == [1]
+    again = Results(path)
+    assert again.done("memory", {"n": 1}) is not None
+    again.add("memory", {"n": 2}, [])
+    assert [r.settings["n"] for r in read(path)] == [1, 2]
+
+
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match="no such results file"):
         read(tmp_path / "absent")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ...core.model import Model
-from ...spans import Spans
 from .intervals import share
-from .reading import book, first_id, fits
+from .reading import book, fits
 from .row import row
+from .scorer import Scorer
 from .texts import read
 
 CHOICES = 4
@@ -49,7 +49,8 @@ def cloze(
     asked = list(questions(content, most, seed))
     if not asked:
         raise ValueError(f"{title}: no passage of {WORDS} words ends in one that it holds before, {name}")
-    right = torch.tensor([_chosen(model, name, q) == 0 for q in asked], dtype=torch.int64)
+    scorer = Scorer(model, name)
+    right = torch.tensor([_chosen(scorer, q) == 0 for q in asked], dtype=torch.int64)
     score, low, high = share(right, torch.ones_like(right))
     return row(
         "cloze",
@@ -96,20 +97,10 @@ def _question(sentences: list[str], draw: random.Random) -> Question | None:
     return Question(f"{before} {ending[1].rstrip()}", (word, *draw.sample(others, CHOICES - 1)))
 
 
-@torch.no_grad()
-def _chosen(model: Model, name: str, question: Question) -> int:
-    """Which of the words the model finds likeliest: one forward over all, packed."""
-    assert model.tokenizer is not None
-    encode = model.tokenizer.encode
-    passage = [first_id(model), *encode(question.passage, add_special_tokens=False).ids]
-    words = [encode(" " + word, add_special_tokens=False).ids for word in question.words]
-    fits(model, name, len(passage) + max(map(len, words)))
-    rows = [passage + word[:-1] for word in words]
-    spans = Spans.of(map(len, rows), model.device)
-    heard = torch.tensor([i for row in rows for i in row], device=model.device)
-    odds = model(heard, spans).float().log_softmax(-1)
-    scores = []
-    for word, end in zip(words, spans.offsets[1:], strict=True):
-        said = odds[end - len(word) : end].cpu()
-        scores.append(float(said[torch.arange(len(word)), torch.tensor(word)].sum()))
+def _chosen(scorer: Scorer, question: Question) -> int:
+    """Which of the words the model finds likeliest, of all tokens of each behind the passage."""
+    passage = [scorer.start, *scorer.ids(question.passage)]
+    words = [scorer.ids(" " + word) for word in question.words]
+    fits(scorer.model, scorer.name, len(passage) + max(map(len, words)))
+    scores = [likelihood for likelihood, _ in scorer.after([(passage, word) for word in words])]
     return max(range(len(words)), key=scores.__getitem__)

@@ -7,6 +7,7 @@ greedy, since it is not generated from left to right. Knows models; no harness.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ...diffusion_lm import likelihood
 from ...diffusion_lm.denoiser import Masked
 from ...generation import generate
 from ...spans import Spans
+from ...training.score import WINDOW
 from .reading import costs, first_id
 
 PACKED = 8192  # tokens of a forward: a bound on memory alone
@@ -69,9 +71,9 @@ class Scorer:
         length. A masked diffusion model's is a bound, from windows."""
         ids = torch.tensor(self.ids(text))
         if self.bound:
-            options: dict[str, Any] = {"window": likelihood_window(len(ids)), "start": self.start}
+            options: dict[str, Any] = {"window": min(WINDOW, max(1, len(ids))), "start": self.start}
             bits = likelihood.bits_per_byte(self.model, ids.to(self.model.device), 1, **options)
-            return -bits.value * NATS_A_BIT
+            return -bits.value * math.log(2)
         return -sum(float(piece.double().sum()) for piece in costs(self.model, [ids], start=self.start))
 
     def until(self, prompts: Sequence[str], stops: Sequence[str], new: int) -> list[str]:
@@ -92,15 +94,6 @@ class Scorer:
                 float(said[torch.arange(len(more)), wanted].double().sum()),
                 bool((said.argmax(-1) == wanted).all()),
             )
-
-
-NATS_A_BIT = 0.6931471805599453
-WINDOW = 1024
-
-
-def likelihood_window(tokens: int) -> int:
-    """Of a bound on a whole text: the text itself where it is short."""
-    return min(WINDOW, max(1, tokens))
 
 
 def _groups(pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[tuple[list[int], list[int]]]]:

@@ -20,6 +20,7 @@ from ..options import (
     Threads,
     Weights,
     counts,
+    given,
     names,
     targets,
 )
@@ -79,13 +80,7 @@ def memory(
 
     asked = targets(model, shape) if model or shape else [(name, False) for name in checkpoints()]
     chosen = [known(name) if is_shape else name for name, is_shape in asked]
-    load: dict[str, Any] = {
-        "dtype": dtype,
-        "weights": weights,
-        "state_dtype": state_dtype,
-        "device": device,
-        "backend": backend,
-    }
+    load = given(dtype=dtype, weights=weights, state_dtype=state_dtype, device=device, backend=backend)
     wanted = points(chosen, counts(lengths), counts(rows), names(prefill), fill=fill, threads=threads, **load)
     results, stopped = Results(out), False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -154,7 +154,7 @@ def speed(
         table(timed, columns, f"new {new}, medians of {rounds} rounds in turn; decode ratio with its spread")
         if absent := {(r["model"], r["engine"]): r for r in shown if r["error"]}:
             table(list(absent.values()), ABSENT, "not timed")
-    for remark in sorted({remark for row in shown for remark in _remarks(row)}):
+    for remark in sorted(set(_remarks(shown))):
         say(f"constate: {remark}")
     if stopped:
         kept = f"; what is measured is in {out}, and the same command goes on from there" if out else ""
@@ -173,8 +173,13 @@ def _spread(row: dict[str, Any]) -> str | None:
     return None if low is None or low == high else f"{low:.2f} to {high:.2f}"
 
 
-def _remarks(row: dict[str, Any]) -> Iterator[str]:
-    yield from (f"{row['model']} is {flag}" for flag in row["flags"])
-    share = row["tokens_equal"]
-    if share is not None and share < 1:
-        yield f"of {row['model']} {row['engine']} chose {share:.0%} of our tokens, in {row['dtype']}"
+def _remarks(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """What is to be said of rows in the order in which they were measured: peers behind ours."""
+    ours = None
+    for row in rows:
+        ours = row["dtype"] if row["engine"] == "constate" else ours
+        yield from (f"{row['model']} is {flag}" for flag in row["flags"])
+        share = row["tokens_equal"]
+        if share is not None and share < 1:
+            chose = f"{row['engine']} in {row['dtype']} chose {share:.0%} of the tokens"
+            yield f"of {row['model']} {chose} that we chose in {ours}"

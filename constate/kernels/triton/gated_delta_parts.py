@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spans import Spans
-from .launch import INTERPRETED, Compiled, as_launched, power
+from .launch import Compiled, as_launched, power
 
 FLOOR = tl.constexpr(-1e4)
 """Log-decays are clamped here, whose exponential is 0 in float32 already: -inf is legal."""
@@ -75,26 +75,6 @@ class Prepared:
     also: Tensor | None = None
     v: Tensor | None = None
     local: Tensor | None = None
-
-
-def strides(**tensors: Tensor | None) -> dict[str, int]:
-    """Each tensor's strides as kernels name them, 0 where there is no such axis or no tensor."""
-    given: dict[str, int] = {}
-    for name, x in tensors.items():
-        steps = (0, 0, 0) if x is None else (*x.stride(), 0, 0)[:3]
-        given |= {f"{name}_{axis}": step for axis, step in zip(AXES, steps, strict=True)}
-    return given
-
-
-AXES = ("token", "head", "channel")
-
-
-def precision(dtype: torch.dtype = torch.float32) -> str:
-    """How float32 products are made in a kernel of this dtype: as three of TF32 on NVIDIA's tensor cores, as
-    one where what comes out is rounded to 16 bits; in plain float32 elsewhere."""
-    if INTERPRETED or torch.version.hip:
-        return "ieee"
-    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def ranged(dtype: torch.dtype) -> torch.dtype:

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_parts import strides
 from .gated_linear_step import STATE_AXES
 from .job import leave
-from .launch import launch, power
+from .launch import launch, power, strides
 
 NUMBERS = 4096
 """Numbers of a state that a program holds: few enough that several programs share a multiprocessor, and some

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_parts import FLOOR, Cut, Prepared, Sizes, inverse, precision, ranged, strides
-from .launch import launch, power
+from .gated_delta_parts import FLOOR, Cut, Prepared, Sizes, inverse, ranged
+from .launch import launch, power, precision, strides
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_parts import Cut, Prepared, Sizes, precision, strides
-from .launch import launch, multiprocessors, power
+from .gated_delta_parts import Cut, Prepared, Sizes
+from .launch import launch, multiprocessors, power, precision, strides
 
 
 @triton.jit

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_parts import strides
 from .job import leave
-from .launch import launch, power
+from .launch import launch, power, strides
 
 LARGEST = 16384
 """Numbers of a state that a program of eight warps holds."""

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_parts import precision, strides
 from .gated_linear_pass import VECTOR
 from .gated_linear_walk import FLOOR, Decays, Sizes
-from .launch import launch, power
+from .launch import launch, power, precision, strides
 
 
 @triton.jit

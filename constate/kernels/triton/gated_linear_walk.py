@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta_parts import precision, strides
 from .gated_linear_pass import NONE, VECTOR, join, state_strides
-from .launch import launch, power
+from .launch import launch, power, precision, strides
 
 FLOOR = tl.constexpr(-128.0)
 """Log-decays are clamped here, whose exponential is 0 in float32 already: -inf is legal."""

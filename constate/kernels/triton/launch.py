@@ -126,6 +126,26 @@ def power(n: int, least: int = 16) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
+AXES = ("token", "head", "channel")
+
+
+def strides(**tensors: Tensor | None) -> dict[str, int]:
+    """Each tensor's strides as kernels name them, 0 where there is no such axis or no tensor."""
+    given: dict[str, int] = {}
+    for name, x in tensors.items():
+        steps = (0, 0, 0) if x is None else (*x.stride(), 0, 0)[:3]
+        given |= {f"{name}_{axis}": step for axis, step in zip(AXES, steps, strict=True)}
+    return given
+
+
+def precision(dtype: torch.dtype = torch.float32) -> str:
+    """How float32 products are made in a kernel of this dtype: as three of TF32 on NVIDIA's tensor cores, as
+    one where what comes out is rounded to 16 bits; in plain float32 elsewhere."""
+    if INTERPRETED or torch.version.hip:
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A case of the compile table, declared beside the kernel: which kernel, as what.

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from constate.kernels.triton import linear_recurrence, selective, short_conv
+from constate.kernels.triton import linear_recurrence, linear_recurrence_kernels, selective, short_conv
 from constate.kernels.triton.launch import launches
 from constate.spans import Spans
 from tests.kernels import hostile
@@ -224,7 +224,7 @@ def test_softplus_far_below_zero_keeps_its_digits() -> None:
 def test_a_sum_that_loses_the_carried_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound bites: the likeliest mistake of a scan in tiles is far outside of it."""
     x, log_a, initial, spans = griffin.draw((33,), 17)
-    monkeypatch.setattr(linear_recurrence, "compose", forgetful)
+    monkeypatch.setattr(linear_recurrence_kernels, "compose", forgetful)
     o, _ = linear_recurrence.linear_recurrence_scan(x, log_a, initial, spans)
     want, _ = griffin.loop(x, log_a, initial, spans)
     with pytest.raises(AssertionError, match="off by"):

@@ -6,6 +6,7 @@ In the interpreter, for every model that the laws know. Beside it stands the ste
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from constate.core.int8 import to_int8
 from constate.core.mixer import Call, Mixer
 from constate.core.model import Model
 from constate.core.state import State
+from constate.kernels.native import tape as native
 from constate.kernels.triton.launch import launches
 from constate.kernels.triton.tape import Tape
 from constate.kernels.triton.tape.drafts import Draft, activation
@@ -55,6 +57,22 @@ def between_products(found: list[Work]) -> list[list[str]]:
             gaps[-1].pop()
             gaps.append([])
     return gaps[1:-1]
+
+
+def test_both_tapes_are_written_alike() -> None:
+    """Mixers know one tape: every method of the C one is here, with the same parameters."""
+
+    def offered(tape: type) -> dict[str, list[tuple[str, object, object]]]:
+        public = {name: getattr(tape, name) for name in dir(tape) if not name.startswith("_")}
+        return {
+            name: [(p.name, p.kind, p.default) for p in signature(method).parameters.values()]
+            for name, method in public.items()
+            if callable(method)
+        }
+
+    ours, theirs = offered(Tape), offered(native.Tape)
+    assert len(theirs) > 30
+    assert {name: ours.get(name) for name in theirs} == theirs
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

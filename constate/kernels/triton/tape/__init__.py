@@ -1,9 +1,9 @@
 """A decode step as a list of launches and products, prepared once and replayed for every token.
 
-The same that native.tape offers, for the same callers: a vector here is a float32 tensor (rows, width), a row
-a sequence, on the device of the rows' lengths; each method notes one work and returns where its result will
-lie. What lies between two products is then joined to as few launches as possible (fuse.py), and on a GPU the
-whole is captured as one CUDA graph (replay.py). Knows tensors and kernels; knows no mixer and no model.
+What native.tape offers and tells of, for the same callers: a vector here is a float32 tensor (rows, width), a
+row a sequence, on the device of the rows' lengths; each method notes one work and returns where its result
+will lie. What lies between two products is then joined to as few launches as possible (fuse.py), and on a GPU
+the whole is captured as one CUDA graph (replay.py). Knows tensors and kernels; knows no mixer and no model.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ..attention import WIDEST, WIDEST_VALUE, launch_step, scratch
 from ..launch import launch, power
 from .drafts import Draft
 from .recorder import Recorder
-from .works import Run, Scan, Work
+from .works import Python, Run, Scan, Work
 
 
 @triton.jit
@@ -64,8 +64,7 @@ class Attending(Recorder):
         k_norm: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """Norm and rotate the queries and keys of qkv (rows, (heads + 2 hk) d) in place, then write keys and
-        values to their places in k, v (rows, capacity, hk, d)."""
+        """As on native's tape."""
         hk, dk, dv = k.shape[2], k.shape[3], v.shape[3]
         query, key, value = qkv.split([heads * dk, hk * dk, hk * dv], dim=1)
         self.rotate(query, heads, turns, q_norm, eps)
@@ -90,7 +89,8 @@ class Attending(Recorder):
                 held = (self.past + 1).clamp(max=k.shape[1])
                 o.copy_(attention_step(query, k, v, held, k.shape[1], scale=scale).flatten(1))
 
-            self.between(step, q, k, v, o, of="attention over wide heads")
+            touched = [q, k, v, o]
+            self.works.append(Python("attention over wide heads", touched, touched, lambda: step))
             return o
 
         def make() -> Run:

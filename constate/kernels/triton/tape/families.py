@@ -35,8 +35,7 @@ class Families(Recorder):
         bias: Tensor | None = None,
         outputs_first: bool = False,
     ) -> None:
-        """y = x W for each head: weight (heads, in, out), or (heads, out, in) with `outputs_first`, whose
-        heads may lie apart; from one head to the next are `x_head` numbers in x and `y_head` in y."""
+        """As on native's tape."""
         weight = weight.detach().mT if outputs_first else weight.detach()
         heads, size, out = weight.shape
         given: dict[str, Any] = {
@@ -165,9 +164,7 @@ class Families(Recorder):
         eps: float,
         turns: Tensor | None,
     ) -> None:
-        """What a token leaves: latent (rows, rank + shared), the first `rank` channels normed, the others
-        turned, to its place in kv (rows, capacity, 1, rank + shared). And the last `shared` channels of each
-        query of q (rows, heads dk), turned, to those of query (rows, heads (rank + shared))."""
+        """As on native's tape."""
         rank, dk = norm.numel(), q.shape[1] // heads
         shared = kv.shape[3] - rank
         slots = (kv.shape[1], kv.stride(0), kv.stride(1))

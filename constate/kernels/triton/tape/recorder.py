@@ -58,9 +58,9 @@ class Recorder:
         """Why the step is not replayed as a CUDA graph, None where it is or will be."""
         return None if self.replay is None else self.replay.reason
 
-    def between(self, step: Run, *touched: Tensor, of: str = "a mixer") -> None:
+    def between(self, step: Run, *touched: Tensor) -> None:
         """Record a step that is Python's: it reads and writes `touched` and runs in its place."""
-        self.works.append(Python(of, list(touched), list(touched), lambda: step))
+        self.works.append(Python("a mixer", list(touched), list(touched), lambda: step))
 
     @property
     def pieces(self) -> list[list[Work]]:

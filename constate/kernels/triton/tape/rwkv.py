@@ -59,8 +59,7 @@ class RWKV(Recorder):
         strongest: float,
         eps: float,
     ) -> Tensor:
-        """In place: projections to log-decay, what removal writes, key and value; returns what removal reads.
-        `mixed`: the share's projection and the value of the first layer."""
+        """As on native's tape."""
         reads, (share, first) = self.vector(k.shape[1]), mixed or (None, None)
         dk, dv = k.shape[1] // heads, v.shape[1] // heads
         given: dict[str, Any] = {

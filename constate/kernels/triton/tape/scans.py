@@ -39,8 +39,7 @@ class Scans(Recorder):
         v_scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """See reference.gated_linear_step, `heads` of them for q and k. `v_scale` (rows, h) multiplies v
-        first; `skip` (h,) adds that much of the unscaled v to the output."""
+        """As on native's tape."""
         h = state.shape[1]
         given = (_heads(q, heads), _heads(k, heads), _heads(v, h), _decay(log_decay, h))
 

@@ -43,8 +43,7 @@ class Vectors(Recorder):
         kept: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """x = keep * kept + scale * y in place (`kept` None: x itself; y None: x stays), then the norm of x:
-        RMS, or with `centred` a layer norm."""
+        """As on native's tape."""
         o = self.vector(x.shape[1])
         tensors = {"x": x if y is None else y, "o": o}
         options = {"norm": "centred" if centred else "rms", "eps": eps}
@@ -85,8 +84,7 @@ class Vectors(Recorder):
         gate_first: bool = False,
         sigmoid: bool = False,
     ) -> Tensor:
-        """RMS norm of each of `groups` slices, times silu(gate), or its sigmoid, before (`gate_first`) or
-        after; the weight is as wide as a slice, which all share, or as x."""
+        """As on native's tape."""
         o, size = self.vector(x.shape[1]), x.shape[1] // groups
         tensors, options = {"x": x, "o": o}, {"norm": "rms", "eps": eps}
         if weight is not None:
@@ -111,8 +109,7 @@ class Vectors(Recorder):
         *,
         bound: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """dt = softplus(x + bias) within `limit`, and the log-decay -rate dt; with a `bound`, negative, the
-        log-decay bound sigmoid(rate (x + bias)), and a dt that says nothing."""
+        """As on native's tape."""
         dt, decay = self.vector(x.shape[1]), self.vector(x.shape[1])
         tensors = {"x": x, "bias": bias, "rate": rate, "o": dt, "second": decay}
         options = {"kind": "decays", "least": float(limit[0]), "most": float(limit[1])}
