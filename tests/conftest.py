@@ -22,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["USE_HUB_KERNELS"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # a thread that waits for a busy core sleeps, and does not spin
 
 # Derandomized: the same examples everywhere, so that a red run stays red. No deadline: machines are shared.
 settings.register_profile("constate", derandomize=True, deadline=None, database=None)

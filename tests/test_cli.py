@@ -6,6 +6,7 @@ only where what is imported is the point.
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -299,6 +300,13 @@ def test_a_state_goes_on_exactly(capsys: pytest.CaptureFixture[str], folder: Pat
         (["bench", "speed", "--steps", "4"], "one token after another"),
         (["quality", "unmasking"], "one token after another"),
         (["quality", "bpb", "--rows", "4"], "--rows is for the probe unmasking"),
+        (["quality", "bpb", "--set", "window=\u00b2"], "window=\u00b2: a name, = and a whole number"),
+        (["quality", "bpb", "--set", "window=--5"], "window=--5: a name, = and a whole number"),
+        (["quality", "parity", "--set", "length=99999999999999999999"], "below a billion"),
+        (["quality", "recall", "--set", "pairs=2", "--set", "pairs=3"], "pairs is 2 already"),
+        (["quality", "bpb", "--text", ""], "--text : neither"),
+        (["quality", "recall", "--seeds", "0"], "--seeds 0: at least 1 is wanted"),
+        (["quality", "all", "--text", "absent.txt"], "--text absent.txt: neither"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(
@@ -412,6 +420,7 @@ def test_quality_scores_a_file(capsys: pytest.CaptureFixture[str], folder: Path,
         "params",
         "dtype",
         "bound",
+        "contaminated",
     ]
     assert set(row) == {*keys, "state_bytes", "conv_bytes", "kv_bytes"} and row["bound"] is False
     assert row["n"] == len(text) and row["setting"].startswith("book.txt")
@@ -423,6 +432,28 @@ def test_quality_scores_a_file(capsys: pytest.CaptureFixture[str], folder: Path,
     short = written(tmp_path / "short", raw)
     for probe in ("bpb", "positions", "repeat"):
         assert "made for 64 positions" in refused(capsys, "quality", probe, "--model", short)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_quality_that_is_interrupted_says_what_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
+):
+    def rows(probe: str, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        if probe == "cloze":
+            raise KeyboardInterrupt
+        if probe == "positions":
+            raise ValueError("nothing to read")
+        return [{"probe": probe, "score": math.nan}]
+
+    monkeypatch.setattr("constate.bench.quality.sheet.rows", rows)
+    file = tmp_path / "scores.jsonl"
+    argv = ["quality", "all", "--model", "tiny/gla", "--json", *(["--out", file] if kept else [])]
+    status, out, err = run(capsys, *argv)
+    told = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert status == 130 and [row["score"] for row in told] == [None, None], "bpb and repeat"
+    where = f"are in {file}, and the same command goes on" if kept else "were asked, and none is kept"
+    assert f"interrupted: 2 of 11 questions {where}" in err
+    assert not kept or len(file.read_text().splitlines()) == 2
 
 
 def test_a_closed_pipe_is_no_traceback(folder: Path):

@@ -219,14 +219,21 @@ def gates(model: Model) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", GATED)
 def test_decays_and_gates_do_not_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the order of sums: a product of the exact rows alone has another shape than that of all."""
     want, got = gates(make(name)), gates(in_int8(name))
     assert len(got) == len(want) > 0
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert furthest(got, want) < 2e-6
     # The fault: a mixer that declares nothing. (RetNet-like decays, which no token moves, cannot change.)
     for mixer in {type(mixer) for mixer in every_mixer(make(name))}:
         monkeypatch.setattr(mixer, "exact", {})
     faulty = gates(in_int8(name))
-    assert not all(torch.equal(a, b) for a, b in zip(faulty, want, strict=True))
+    assert furthest(faulty, want) > 1e-3
+
+
+def furthest(got: list[Tensor], want: list[Tensor]) -> float:
+    """The largest difference of a pair, relative to its largest entry."""
+    pairs = zip(got, want, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

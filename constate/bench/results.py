@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,7 +47,16 @@ class Record:
 
     def line(self) -> str:
         # ASCII, and one line whatever the text: no reader takes U+2028 for the end of it.
-        return json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n"
+        return json.dumps({"schema": SCHEMA, **plain(asdict(self))}) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """The same with None for numbers that JSON has no word for: NaN, and what is infinite."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def key(bench: str, settings: Mapping[str, Any], place: Mapping[str, Any] | None = None) -> str:
@@ -92,7 +102,8 @@ class Results:
         place: Mapping[str, Any] | None = None,
     ) -> Record:
         """Keep a point; `place` is where it was measured if not here (see place.here)."""
-        record = Record(bench, dict(settings), list(rows), **(here() if place is None else place))
+        told = [plain(row) for row in rows]  # as a reader of the file will see them
+        record = Record(bench, dict(settings), told, **(here() if place is None else place))
         if self.path is not None:
             handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:

@@ -110,7 +110,7 @@ def compare(
     Without --model it compares the six models of the zoo that write one token after another. What was
     measured is kept in DIR/results.jsonl at once, so that the same command goes on after an interruption.
     """
-    from ..bench.compare.report import RESULTS, report
+    from ..bench.compare.report import REMEMBERED, RESULTS, report
     from ..bench.compare.workload import Workload
     from ..bench.shapes import known
 
@@ -135,8 +135,8 @@ def compare(
         records, wanted = _measured(sweep, workload, out / RESULTS), list(sweep["models"])
     done = report(records, workload, out, [_spelled(context)], wanted)
     if not as_json:
-        for machine, sentences in done.said.items():
-            print(f"{machine}\n", *(f"- {sentence}" for sentence in sentences), sep="\n")
+        for heading, sentences in {**done.said, REMEMBERED: done.remembered}.items():
+            print(f"{heading}\n", *(f"- {sentence}" for sentence in sentences), "", sep="\n")
     show(done.rows, as_json, STANDING if len(done.said) == 1 else ("machine", *STANDING))
     say(f"wrote {', '.join(str(path) for path in done.files)}")
 

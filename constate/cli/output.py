@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..bench.results import plain
 from ..bench.units import seconds, size
 
 WIDEST = 2000  # columns of a table that nobody watches
@@ -19,8 +20,8 @@ def say(text: str) -> None:
 
 def emit(row: Mapping[str, Any]) -> None:
     """One JSON object on a line of its own, at once. In ASCII: a terminal of any encoding can print it, and
-    no reader takes a character such as U+2028 for the end of the line."""
-    print(json.dumps(row), flush=True)
+    no reader takes a character such as U+2028 for the end of the line; NaN, which JSON lacks, is null."""
+    print(json.dumps(plain(row)), flush=True)
 
 
 def show(rows: Iterable[Mapping[str, Any]], as_json: bool, columns: Sequence[str], title: str = "") -> list:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,14 +35,14 @@ FRONTIER = ("model", "setting", "score", "generated_bpb", "distinct_4", "model_c
 HARNESS = ("model", "task", "metric", "score", "n", "bound")
 FINDINGS = ("claim", "holds", "seen", "source")
 UNMASKING = "tiny/mdlm"
-OTHERS = ("unmasking", "lm-eval", "compare")
+OTHERS = ("all", "unmasking", "lm-eval", "compare")
 
 Probe = Annotated[
     str,
     typer.Argument(
         help="Of a text: bpb, positions, repeat, cloze, drift (what a state in 16 bits costs). Of ids: "
-        "recall, copy, passkey, parity, s3. unmasking: what fewer calls cost a masked diffusion model. "
-        "lm-eval: the harness's own evaluation. compare: train every family on the probes."
+        "recall, copy, passkey, parity, s3. all: each of these. unmasking: what fewer calls cost a masked "
+        "diffusion model. lm-eval: the harness's own evaluation. compare: train every family on the probes."
     ),
 ]
 Seeds = Annotated[
@@ -67,7 +68,11 @@ Text = Annotated[
 Tasks = Annotated[str | None, typer.Option(metavar="T,T", help="lm-eval: which of the shipped tasks.")]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="compare: a folder for results.jsonl, charts and the table."),
+    typer.Option(
+        metavar="PATH",
+        help="compare: a folder for results.jsonl, charts and the table. A probe, or all: a results file; "
+        "interrupted, the same command goes on from it.",
+    ),
 ]
 Grid = Annotated[
     str | None,
@@ -101,16 +106,21 @@ def quality(
     as_json: Json = False,
 ) -> int:
     """Score models on a probe; or train every family on the probes and compare them."""
-    from ..bench.quality.asked import NAMES
+    from ..bench.quality.asked import NAMES, READING
 
     if probe not in (*NAMES, *OTHERS):
         raise ValueError(f"probe {probe!r} is not known; known are {', '.join((*NAMES, *OTHERS))}")
     denoising = given(rows=rows, new=new, block=block, confidence=confidence, cache=cache, refresh=refresh)
     _only(probe, {"unmasking"}, **denoising)
     _only(probe, {"lm-eval"}, tasks=tasks)
-    _only(probe, {"compare"}, out=out, grid=grid, jobs=jobs)
-    _only(probe, set(NAMES) - {"bpb", "positions", "repeat", "drift"} | {"compare"}, seeds=seeds)
+    _only(probe, {"compare"}, grid=grid, jobs=jobs)
+    _only(probe, {*NAMES, "all", "compare"}, out=out)
+    _only(probe, {*NAMES, "all", "compare"} - {"bpb", "positions", "repeat", "drift"}, seeds=seeds)
+    _only(probe, {*NAMES}, set=settings)
+    _only(probe, {*READING, "all", "unmasking"}, text=text)
     load = given(dtype=dtype, weights=weights, state_dtype=state_dtype, device=device, backend=backend)
+    if seeds == 0:
+        raise ValueError("--seeds 0: at least 1 is wanted")
     if probe == "compare":
         return _compare(out or Path("quality"), grid or "default", seeds or 3, jobs or 2, executor, as_json)
     if probe == "unmasking":
@@ -127,23 +137,31 @@ def quality(
         found = (row for name, _ in targets(model, None) for row in evaluate(name, wanted, **load))
         show(found, as_json, HARNESS)
     else:
-        show(_scores(probe, model, text, seeds or 1, _read(settings), load), as_json, SCORES)
+        models = [name for name, _ in targets(model, None)]
+        show(_scores(out, models, probe, seeds or 1, text, _read(settings), load), as_json, SCORES)
     return 0
 
 
-def _scores(
-    probe: str,
-    model: list[str] | None,
-    text: str | None,
-    seeds: int,
-    settings: dict[str, int],
-    load: dict[str, Any],
-) -> Iterator[dict[str, Any]]:
-    from ..bench.quality.asked import rows
-    from ..loading import load as loaded
+def _scores(out: Path | None, *asked: Any) -> Iterator[Mapping[str, Any]]:
+    from ..bench.quality.sheet import Sheet, scored
+    from ..bench.results import Results
 
-    for name, _ in targets(model, None):
-        yield from rows(probe, loaded(name, **load), name, seeds=seeds, text=text, settings=settings)
+    sheet, results = Sheet(*asked), Results(out)
+    done = 0
+    try:
+        with progress("asking", sheet.total) as advance:
+            for label, rows in scored(sheet, results, lambda text: say(f"constate: {text}")):
+                yield from rows
+                advance(1, label)
+                done += bool(rows)
+    except KeyboardInterrupt:
+        kept = (
+            f"are in {out}, and the same command goes on from there"
+            if out
+            else "were asked, and none is kept"
+        )
+        say(f"constate: interrupted: {done} of {sheet.total} questions {kept}")
+        raise
 
 
 def _unmasking(
@@ -200,7 +218,11 @@ def _read(settings: list[str] | None) -> dict[str, int]:
     found: dict[str, int] = {}
     for told in settings or ():
         name, equals, value = told.partition("=")
-        if not equals or not value.strip().lstrip("-").isdigit():
-            raise ValueError(f"--set {told}: a name, = and a whole number are wanted, such as pairs=8")
+        if not equals or not re.fullmatch(r"-?[0-9]{1,9}", value.strip()):
+            raise ValueError(
+                f"--set {told}: a name, = and a whole number below a billion are wanted, as in pairs=8"
+            )
+        if name.strip() in found:
+            raise ValueError(f"--set {told}: {name.strip()} is {found[name.strip()]} already; once is enough")
         found[name.strip()] = int(value)
     return found

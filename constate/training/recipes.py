@@ -22,17 +22,22 @@ MIXERS: Mapping[str, Mapping[str, Any]] = {
     "nope": {"type": "attention", "heads": 4, "head_dim": 32},
     "gated_deltanet": {"heads": 4, "key_dim": 32, "value_dim": 32},
     "gla": {"heads": 4, "key_dim": 16, "value_dim": 32, "conv": 4},
+    "gla_k4": {"type": "gla", "heads": 4, "key_dim": 4, "value_dim": 32, "conv": 4},
+    "gla_k64": {"type": "gla", "heads": 4, "key_dim": 64, "value_dim": 32, "conv": 4},
     "mamba2": {"heads": 8, "head_dim": 32, "state_size": 64},
     "mamba": {"inner": 256, "state_size": 8},
 }
 """Mixers of width 128 by the name that a pattern gives them; `nope` is attention without positions, for
-beside a recurrence, which tells the order already."""
+beside a recurrence, which tells the order already. `gla_k4` and `gla_k64` hold a quarter and four times the
+state of `gla`."""
 
 MLP: Mapping[str, int] = {
     "attention": 384,
     "nope": 384,
     "gated_deltanet": 336,
     "gla": 376,
+    "gla_k4": 408,
+    "gla_k64": 232,
     "mamba2": 248,
     "mamba": 264,
 }
@@ -44,6 +49,8 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {
     "transformer": ("attention",) * 4,
     "gated_deltanet": ("gated_deltanet",) * 4,
     "gla": ("gla",) * 4,
+    "gla_k4": ("gla_k4",) * 4,
+    "gla_k64": ("gla_k64",) * 4,
     "mamba": ("mamba",) * 4,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ WINDOW = 1024  # tokens: what the tiny models were trained on at most
 ROWS = 4  # windows scored together: a bound on memory alone
 
 
-@torch.no_grad()
 def bits_per_byte(
     model: Model, tokens: Tensor, nbytes: int, *, window: int = WINDOW, every: int = 1, start: int = END_ID
 ) -> float:
@@ -29,13 +29,19 @@ def bits_per_byte(
     """
     if tokens.ndim != 1 or not len(tokens) or nbytes < 1:
         raise ValueError(f"bits_per_byte: tokens {tuple(tokens.shape)} of {nbytes} bytes: a text is wanted")
+    nats = torch.cat(list(costs(model, tokens, window=window, every=every, start=start)))
+    return nats.double().mean().item() * len(tokens) / nbytes / math.log(2)
+
+
+@torch.no_grad()
+def costs(
+    model: Model, tokens: Tensor, *, window: int = WINDOW, every: int = 1, start: int = END_ID
+) -> Iterator[Tensor]:
+    """What each token of the windows that are read costs, in nats: (t,) float32 on the CPU, in order."""
     inputs = torch.cat([tokens.new_tensor([start]), tokens[:-1]])
     cuts = range(0, len(tokens), window * every)
-    nats, scored = 0.0, 0
     for group in (cuts[i : i + ROWS] for i in range(0, len(cuts), ROWS)):
         heard = torch.cat([inputs[i : i + window] for i in group])
         wanted = torch.cat([tokens[i : i + window] for i in group])
         spans = Spans.of((min(window, len(tokens) - i) for i in group), tokens.device)
-        nats += F.cross_entropy(model(heard, spans), wanted, reduction="sum").item()
-        scored += len(wanted)
-    return nats / scored * len(tokens) / nbytes / math.log(2)
+        yield F.cross_entropy(model(heard, spans), wanted, reduction="none").cpu()

@@ -10,15 +10,22 @@ from typing import Any
 
 import pytest
 
+from constate.bench.compare.charts import Look
+from constate.bench.compare.remembered import remembered
 from constate.bench.compare.report import report
 from constate.bench.compare.workload import Workload
+from constate.bench.quality.probes import PROBES, probe
+from constate.bench.quality.shipped import grid
+from constate.training import SHIPPED
 from tests.reports import CPU, GPU, MODELS, measured, record, speed
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOUND = next(filter(None, map(shutil.which, BROWSERS)), None)
 pytestmark = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(BROWSERS)} is on the PATH")
 
-FIGURES, PANELS = 6, 12  # of two machines
+# Of two machines; and beside them places, the zoo and the families that ship.
+BESIDE = 2 + len(remembered([], {}, Look(()), [], grid()).figures)
+FIGURES, PANELS = 6 + BESIDE, 12 + BESIDE
 WIDTHS = (1280, 390)
 SCHEMES = ("light", "dark")
 
@@ -29,8 +36,35 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     slow = speed("mixed", 1000, 2, engine="a peer with a name of some length", itl_p90_s=None)
     absent = speed("mixed", 1000, 2, engine="vllm", error="it is not installed", install="pip install vllm")
     others = [record("speed", row) for row in (slow, absent)]
-    report([*measured(CPU), *others, *measured(GPU)], Workload(1000, 280, 2), out, ["constate compare"])
+    asked = [record("quality", row) for model in MODELS for row in scored(model)]
+    records = [*measured(CPU), *others, *measured(GPU), *asked]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("constate.bench.compare.report.scores_of_zoo", lambda: list(zoo()))
+        report(records, Workload(1000, 280, 2), out, ["constate compare"])
     return out / "report.html"
+
+
+def scored(model: str) -> Iterator[dict[str, Any]]:
+    """A row for every column of the table of what is remembered, and a place of two."""
+    row = {"model": model, "seed": None, "score": 0.5, "chance": 0.25, "low": 0.4, "high": 0.6}
+    book, windows = "northanger_abbey", "windows of 1024"
+    for name in PROBES:
+        yield {**row, "probe": name, "setting": probe(name).setting}
+    yield {**row, "probe": "bpb", "setting": f"shakespeare, {windows} tokens"}
+    yield {**row, "probe": "cloze", "setting": f"{book}, 4 words"}
+    again = f"{book}, passages of 256 tokens read again"
+    yield {**row, "probe": "repeat", "setting": again, "first_reading": 1.5}
+    for low, high in ((0, 15), (16, 31)):
+        places = f"{book}, places {low} to {high} of {windows}"
+        yield {**row, "probe": "positions", "setting": places, "first": low, "last": high}
+
+
+def zoo() -> Iterator[dict[str, Any]]:
+    """Scores of every checkpoint that writes one token after another, as many as a legend holds."""
+    held = {"conv_bytes": 0, "kv_bytes": 0}
+    row = {"probe": "bpb", "setting": "northanger_abbey, windows of 1024 tokens", "bound": False, **held}
+    for i, name in enumerate(SHIPPED):
+        yield {**row, "model": f"tiny/{name}", "score": 1.6 + i / 100, "state_bytes": 2 ** (12 + i)}
 
 
 @pytest.fixture(scope="module")

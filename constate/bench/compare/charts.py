@@ -33,28 +33,42 @@ COUNT = (
     "datum.value >= 1024 ? format(datum.value / 1024, '~r') + 'k' : format(datum.value, '~r')"
 )
 SHOWN = "indexof(hidden, datum.series) < 0"
+BITS = "bits a byte, unseen book"
 TICKS = 8  # on a logarithmic axis at most
 
 
 @dataclass(frozen=True)
 class Look:
-    """Which colour and shape each series has, in every chart alike."""
+    """Which colour and shape each series has, in every chart alike. A chart whose series the page's legend
+    does not hold has a `legend` of its own, and what it shares with `others` looks as it does there."""
 
     series: tuple[str, ...]
+    legend: bool = False
+    others: tuple[str, ...] = ()
 
     def colour(self, series: str) -> str:
-        return COLOURS[self.series.index(series) % len(COLOURS)]
+        return COLOURS[self._place(series) % len(COLOURS)]
 
     def shape(self, series: str) -> str:
-        return SHAPES[self.series.index(series) % len(SHAPES)]
+        return SHAPES[self._place(series) % len(SHAPES)]
+
+    def _place(self, series: str) -> int:
+        return list(dict.fromkeys((*self.others, *self.series))).index(series)
 
     def coloured(self) -> alt.Color:
         scale = alt.Scale(domain=list(self.series), range=[self.colour(s) for s in self.series])
-        return alt.Color("series:N", scale=scale, title=None)
+        return alt.Color("series:N", scale=scale, title=None, **self._legend())
 
     def shaped(self) -> alt.Shape:
         scale = alt.Scale(domain=list(self.series), range=[self.shape(s) for s in self.series])
-        return alt.Shape("series:N", scale=scale, title=None)
+        return alt.Shape("series:N", scale=scale, title=None, **self._legend())
+
+    def _legend(self) -> dict[str, Any]:
+        """As many columns as the chart's width holds: a phone's two."""
+        columns = alt.ExprRef("width < 400 ? 2 : width < 600 ? 3 : 4")
+        return (
+            {"legend": alt.Legend(orient="bottom", columns=columns, symbolOpacity=1)} if self.legend else {}
+        )
 
 
 def bytes_by_length(lines: Rows, points: Rows, look: Look, beside: Rows, title: str) -> alt.LayerChart:
@@ -109,9 +123,7 @@ def quality_by_speed(points: Rows, edge: Rows, look: Look, beside: Rows) -> alt.
 
 def _quality(points: Rows, edge: Rows, look: Look, beside: Rows, x: Any) -> alt.LayerChart:
     scores = [row[name] for row in beside for name in ("bits", "low", "high") if row[name] is not None]
-    room = 0.08 * (max(scores) - min(scores)) or 0.1
-    scale = alt.Scale(domain=[min(scores) - room, max(scores) + room], nice=True)
-    y = alt.Y("bits:Q", title="bits a byte, unseen book", scale=scale)
+    y = alt.Y("bits:Q", title=BITS, scale=alt.Scale(domain=_around(scores), nice=True))
     told = _told(series="model", held="held by a sequence", rate="tokens a second", score="bits a byte")
     front = _on(edge).mark_line(interpolate="step-after", strokeDash=[5, 4], strokeWidth=1.5, color=FRONT)
     spread = _on([p for p in points if p["low"] is not None]).mark_rule(strokeWidth=2, opacity=0.45)
@@ -137,6 +149,37 @@ def score_by_bytes(points: Rows, look: Look, title: str, chance: float) -> alt.L
         known.encode(x=x, y=alt.Y("low:Q", title=None), y2="high:Q", color=look.coloured()),
         _marked(_on(points), look, 110).encode(x=x, y=y, tooltip=told),
     )
+
+
+def bits_by_state(points: Rows, joined: Sequence[Rows], look: Look) -> alt.LayerChart:
+    """`bytes`, `bits`: checkpoints, with a line through those of one family in several sizes."""
+    x = doubling(alt.X, "bytes", "bytes that a sequence holds after 1,024 tokens", points, SIZE)
+    scale = alt.Scale(domain=_around([row["bits"] for row in points]), nice=True)
+    y = alt.Y("bits:Q", title=BITS, scale=scale)
+    told = _told(series="model", held="held by a sequence", score="bits a byte")
+    lines = [_on([{**row, "series": None} for row in each]) for each in joined]
+    return _layered(
+        *(line.mark_line(strokeWidth=1.5, color=FRONT).encode(x=x, y=y) for line in lines),
+        _marked(_on(points), look, 110).encode(x=x, y=y, tooltip=told),
+    )
+
+
+def bits_by_place(points: Rows, look: Look) -> alt.LayerChart:
+    """`place`, `bits`: the cost of tokens by how far into the window they stand."""
+    x = doubling(alt.X, "place", "place in the window, up to", points)
+    scale = alt.Scale(domain=_around([row["bits"] for row in points]), nice=True)
+    y = alt.Y("bits:Q", title=BITS, scale=scale)
+    told = _told(series="model", places="places", score="bits a byte")
+    return _layered(
+        _on(points).mark_line(strokeWidth=2).encode(x=x, y=y, color=look.coloured()),
+        _marked(_on(points), look).encode(x=x, y=y, tooltip=told),
+    )
+
+
+def _around(scores: Sequence[float]) -> list[float]:
+    """A little more than what lies between the least and the greatest."""
+    room = 0.08 * (max(scores) - min(scores)) or 0.1
+    return [min(scores) - room, max(scores) + room]
 
 
 def _on(rows: Rows) -> alt.Chart:

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from json import dumps
+from math import isfinite
 from typing import Any
 
+from ...training.score import WINDOW
 from ..peak import Point
+from ..quality.probes import PROBES
+from ..quality.texts import BOOK
 from ..results import Record
 
 Row = Mapping[str, Any]
@@ -44,9 +48,11 @@ class Evidence:
 
 
 def gather(records: Iterable[Record], models: Sequence[str] = ()) -> list[Evidence]:
-    """The evidence of each machine, in the order of their first records; of these models alone, if any."""
+    """The evidence of each machine, in the order of their first records; of these models alone, if any.
+    Raises ValueError for rows of memory, speed or quality that lack what a report reads."""
     places: dict[str, list[Record]] = {}
     for record in records:
+        _check(record)
         if record.bench in ("memory", "speed"):
             place = dumps([record.machine, _on_gpu(record)], sort_keys=True)
             places.setdefault(place, []).append(record)
@@ -60,12 +66,20 @@ def gather(records: Iterable[Record], models: Sequence[str] = ()) -> list[Eviden
 
 
 def quality(records: Iterable[Record]) -> dict[str, Row]:
-    """For each model the newest row of bits a byte on the unseen book."""
+    """For each model the newest row of bits a byte on the whole of the unseen book."""
     found: dict[str, Row] = {}
     for record in sorted(records, key=lambda r: r.taken):
         if record.bench == "quality":
-            found |= {row["model"]: row for row in record.rows if row.get("probe") == "bpb"}
+            asked = [row for row in record.rows if row.get("probe") == "bpb" and of_book(row)]
+            found |= {row["model"]: row for row in asked if row["score"] is not None}
     return found
+
+
+def of_book(row: Row) -> bool:
+    """Whether a row is about the unseen book, all of it, in the windows that every model is scored in."""
+    read = f"windows of {WINDOW} tokens"
+    text, _, part = str(row.get("setting", f"{BOOK}, {read}")).partition(", ")
+    return text == BOOK and part.startswith(read) and "one in" not in part
 
 
 def _evidence(records: Sequence[Record], models: Sequence[str]) -> Evidence:
@@ -73,8 +87,6 @@ def _evidence(records: Sequence[Record], models: Sequence[str]) -> Evidence:
     for record in sorted(records, key=lambda r: r.taken):
         newest[dumps([record.bench, record.settings], sort_keys=True)] = record
     kept = list(newest.values())
-    for record in kept:
-        _check(record)
     told = [(r, row) for r in kept for row in r.rows if not models or row["model"] in models]
     memory = [
         {**row, "tokens": row["length"] + r.settings.get("new", 0), "point": _point(r)}
@@ -111,19 +123,48 @@ NUMBERS = {
     ),
     "speed": ("rows", "prompt", "ttft_s", "itl_s"),
 }
+TRAINED = ("size", "score", "chance", "held_bytes", "params")  # of a family on a probe
+PLACED = {"repeat": ("first_reading",), "positions": ("first", "last")}
+PROBED = ("bpb", "cloze", *PLACED, *PROBES)  # what a report tells of a checkpoint
 
 
 def _check(record: Record) -> None:
-    """Raises ValueError for a record whose rows, by another's hand, lack what is drawn of them."""
+    """Raises ValueError for a record whose rows, by another's hand, lack what is told of them."""
     for row in record.rows:
-        numbers = () if row.get("error") else NUMBERS[record.bench]
-        wrong = [key for key in NAMES[record.bench] if not isinstance(row.get(key), str)]
-        wrong += [key for key in numbers if not isinstance(row.get(key), int | float)]
+        names, numbers = _wanted(record.bench, row)
+        wrong = [key for key in names if not isinstance(row.get(key), str)]
+        wrong += [key for key in numbers if not _number(row.get(key))]
+        wrong += [
+            key for key in ("low", "high") if names and row.get(key) is not None and not _number(row[key])
+        ]
         if wrong:
             said = (
                 f"a row of bench {record.bench}, taken {record.taken}, does not tell its {', '.join(wrong)}"
             )
-            raise ValueError(f"{said}: files that `constate bench {record.bench} --out` wrote are wanted")
+            command = "quality" if record.bench == "quality" else f"bench {record.bench}"
+            raise ValueError(f"{said}: files that `constate {command} --out` wrote are wanted")
+
+
+def _wanted(bench: str, row: Row) -> tuple[Sequence[str], Sequence[str]]:
+    """The keys of text and of numbers that a row is read by; none of what no report tells."""
+    if bench in NAMES:
+        return NAMES[bench], () if row.get("error") else NUMBERS[bench]
+    if bench == "quality" and "family" in row:
+        return ("probe", "setting", "family"), (
+            *TRAINED,
+            *(["seed"] if row.get("seed", "") is not None else []),
+        )
+    if bench != "quality" or row.get("probe") not in PROBED:
+        return (), ()
+    if "score" in row and row["score"] is None:  # it was no number
+        return ("probe", "model"), ()
+    if row["probe"] == "bpb" and of_book(row):
+        return ("probe", "model"), ("score",)
+    return ("probe", "model", "setting"), ("score", "chance", *PLACED.get(row["probe"], ()))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def series(row: Row, several: bool) -> str:

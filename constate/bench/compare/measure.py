@@ -7,7 +7,7 @@ on. Knows which points a workload asks for; the benches know how they are measur
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,13 @@ from ..outlook import TooLarge, paper_of, refuse
 from ..peak import NEW, Point
 from ..peers import check as known
 from ..quality.bpb import bpb
+from ..quality.sheet import stamped
+from ..quality.shipped import scores
 from ..quality.texts import BOOK
-from ..results import Results
+from ..results import Results, plain
 from ..shapes import SHAPES
 from ..timings import Timing, timings
-from .evidence import Row
+from .evidence import Row, of_book
 from .workload import Workload
 
 STEPS = 16  # timed after each prompt, of which the workload may want more: a step's time changes slowly
@@ -114,19 +116,30 @@ def speed_points(name: str, sweep: Sweep, workload: Workload) -> list[Timing]:
 def _score(name: str, sweep: Sweep, results: Results, remark: Callable[[str], None]) -> None:
     if name in SHAPES:
         return
-    shipped = None if sweep.score else shipped_score(name)
     settings: dict[str, Any] = {"probe": "bpb", "model": name}
+    ships, book = {"source": "scores that ship"}, []
+    if told := scores(name):
+        book = [row for row in told if row["probe"] == "bpb" and of_book(row)]
+        _keep({**settings, "probe": "all", **ships}, [row for row in told if row not in book], results)
+    shipped = None if sweep.score else shipped_score(name)
     if sweep.score:
-        settings |= {"source": "measured", "load": dict(sweep.load)}
+        settings |= {"source": "measured", "load": dict(sweep.load), **stamped(model=name)}
         if results.done("quality", settings) is None:
             try:
                 results.add("quality", settings, [bpb(load(name, **sweep.load), name)])
             except ValueError as error:
                 remark(f"no score: {error}")
     elif shipped is not None:
-        settings |= {"source": "quality.json beside the checkpoint"}
-        if results.done("quality", settings) is None:
-            results.add("quality", settings, [shipped])
+        _keep(settings | {"source": "quality.json beside the checkpoint"}, [shipped], results)
+    elif book:
+        _keep(settings | ships, book, results)
+
+
+def _keep(settings: Mapping[str, Any], rows: Sequence[Row], results: Results) -> None:
+    """What was read and not measured, once, and again where it has changed since: a newer record stands."""
+    kept = results.done("quality", settings)
+    if kept is None or list(kept.rows) != [plain(row) for row in rows]:
+        results.add("quality", settings, rows)
 
 
 def shipped_score(name: str) -> Row | None:

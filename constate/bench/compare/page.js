@@ -13,7 +13,7 @@
       background: null,
       font,
       view: { stroke: null },
-      legend: { disable: true },
+      legend: { disable: true, labelColor: colour("--soft"), labelFontSize: 11 },
       axis: {
         labelColor: colour("--soft"),
         titleColor: colour("--soft"),

@@ -38,18 +38,15 @@ OUTLINES = {
 }
 
 
-def page(figures: Sequence[Figure], look: Look, told: Mapping[str, Any]) -> str:
-    """The page's HTML. `told` is what the template names besides: title, asked, machines, columns, commands,
-    facts, details; all of it text, which is escaped here."""
-    specs, drawn = {}, []
-    for figure in figures:
-        panels = []
-        for i, (label, chart) in enumerate(figure.panels):
-            panels.append({"id": f"{figure.name}-{i}", "label": label})
-            specs[f"{figure.name}-{i}"] = _responsive(chart)
-        drawn.append(
-            {"name": figure.name, "title": figure.title, "caption": figure.caption, "panels": panels}
-        )
+def page(figures: Sequence[Figure], beside: Sequence[Figure], look: Look, told: Mapping[str, Any]) -> str:
+    """The page's HTML: `figures` of machines, and those `beside` them that belong to none. `told` is what
+    the template names besides: title, asked, machines, columns, remembered, commands, facts, details; all of
+    it text, which is escaped here."""
+    specs = {
+        f"{figure.name}-{i}": _responsive(chart)
+        for figure in (*figures, *beside)
+        for i, (_, chart) in enumerate(figure.panels)
+    }
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return template.from_string(_beside("page.html")).render(
         **told,
@@ -57,7 +54,8 @@ def page(figures: Sequence[Figure], look: Look, told: Mapping[str, Any]) -> str:
         script=_script(_beside("page.js")),
         library=_script(library()),
         charts=Markup(json.dumps(specs).replace("<", "\\u003c")),
-        figures=drawn,
+        figures=[_framed(figure) for figure in figures],
+        beside=[_framed(figure) for figure in beside],
         legend=[{"name": name, "key": key(name, look)} for name in look.series],
     )
 
@@ -74,6 +72,11 @@ def picture(figure: Figure) -> bytes:
     whole = whole.configure_legend(labelFontSize=12, symbolSize=90).configure_view(stroke=None)
     whole = whole.configure_title(color=grey, fontSize=13, fontWeight="normal", anchor="start")
     return vl_convert.vegalite_to_png(whole.to_dict(), vl_version=VEGA_LITE, scale=SHARP)
+
+
+def _framed(figure: Figure) -> dict[str, Any]:
+    panels = [{"id": f"{figure.name}-{i}", "label": label} for i, (label, _) in enumerate(figure.panels)]
+    return {"name": figure.name, "title": figure.title, "caption": figure.caption, "panels": panels}
 
 
 @cache

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..quality.shipped import grid
+from ..quality.shipped import scores as scores_of_zoo
 from ..results import Record
 from ..units import size
 from . import tables
@@ -18,20 +20,23 @@ from .evidence import Evidence, gather, quality
 from .figures import figures
 from .findings import findings
 from .page import key, page, picture
+from .remembered import COLUMNS, remembered
 from .standing import Standing, standings
 from .workload import Workload
 
 PAGE, RESULTS = "report.html", "results.jsonl"
 TITLE = "What each architecture costs"
+REMEMBERED = "What a fixed state remembers"
 
 
 @dataclass(frozen=True)
 class Report:
-    """`rows` are standings as `--json` prints them, `said` the findings by machine, `files` what was
-    written."""
+    """`rows` are standings as `--json` prints them, `said` the findings by machine and `remembered` those
+    that belong to none, `files` what was written."""
 
     rows: tuple[Mapping[str, Any], ...]
     said: Mapping[str, Sequence[str]]
+    remembered: Sequence[str]
     files: tuple[Path, ...]
 
 
@@ -48,6 +53,8 @@ def report(
     measured = [(one, standings(one, scores, workload)) for one in evidence]
     look = Look(tuple(dict.fromkeys(s.series for _, found in measured for s in found)))
     drawn = figures(measured, look)
+    models_of = {s.model: s.series for _, found in reversed(measured) for s in reversed(found)}
+    kept = remembered(records, models_of, look, scores_of_zoo(), grid())
     said = {
         one.label: findings(found, workload, limit(one, workload)) + _missing(one, found, workload)
         for one, found in measured
@@ -67,18 +74,30 @@ def report(
             }
             for one, found in measured
         ],
+        "remembered": {
+            "title": REMEMBERED,
+            "said": kept.said,
+            "columns": ["model", *COLUMNS.values()],
+            "rows": [
+                {"name": name, "cells": list(zip(COLUMNS.values(), cells, strict=True))}
+                for name, cells in kept.rows
+            ],
+            "came_out": kept.came_out,
+        },
         "commands": commands,
         "facts": tables.facts(evidence),
         "details": tables.details(evidence),
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / PAGE).write_text(page(drawn, look, told), encoding="utf-8")
+    (out / PAGE).write_text(page(drawn, kept.figures, look, told), encoding="utf-8")
+    drawn = [*drawn, *kept.figures]
     for figure in drawn:
         (out / f"{figure.name}.png").write_bytes(picture(figure))
     names = [PAGE, *(f"{figure.name}.png" for figure in drawn), RESULTS]
     return Report(
         tuple(_row(one, s, workload) for one, found in measured for s in found),
         said,
+        (*kept.said, *kept.came_out),
         tuple(out / name for name in names if (out / name).exists()),
     )
 

@@ -15,7 +15,13 @@ from ...loading.names import near, only_config
 
 CONFIGS = Path(__file__).with_name("configs")
 # What a config calls the longest sequence it was made for.
-POSITIONS = ("max_position_embeddings", "max_sequence_length", "model_max_length", "seq_length")
+POSITIONS = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "model_max_length",
+    "model_length",
+    "seq_length",
+)
 
 
 def names() -> list[str]:

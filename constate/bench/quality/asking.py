@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.model import Model
+from ...diffusion_lm.denoiser import Masked
 from ...spans import Spans
 from .intervals import share
 from .probes.episodes import Episodes, Probe, chance, generator
@@ -29,8 +30,14 @@ def ask(
     A model that was trained on the probe reads the probe's own ids; a checkpoint with a tokenizer reads ids
     of its vocabulary that were drawn for them by `seed`, which also draws the episodes. The model chooses
     among the probe's answers, so that `chance` is one over their number. `tail` scores the last such part
-    of each episode's answers alone. Raises ValueError for a vocabulary that cannot hold the probe.
+    of each episode's answers alone. Raises ValueError for a vocabulary that cannot hold the probe, and for a
+    model that does not read from left to right: it would see the answers.
     """
+    if isinstance(model.config, Masked):
+        raise ValueError(
+            f"{name} is a masked diffusion model, which sees what follows: probe {probe.name} asks what "
+            "comes next"
+        )
     ids = vocabulary(model, name, probe, seed)
     right, asked = [], []
     # Few rows at a time, of whatever length they are.

@@ -63,6 +63,7 @@ def cloze(
         n=len(asked),
         low=low,
         high=high,
+        text=title,
     )
 
 
@@ -98,9 +99,11 @@ def _question(sentences: list[str], draw: random.Random) -> Question | None:
 
 
 def _chosen(scorer: Scorer, question: Question) -> int:
-    """Which of the words the model finds likeliest, of all tokens of each behind the passage."""
+    """Which of the words the model finds likelier than every other, of all tokens of each behind the passage;
+    -1 where it prefers none: the right one stands first and would win each tie."""
     passage = [scorer.start, *scorer.ids(question.passage)]
     words = [scorer.ids(" " + word) for word in question.words]
     fits(scorer.model, scorer.name, len(passage) + max(map(len, words)))
     scores = [likelihood for likelihood, _ in scorer.after([(passage, word) for word in words])]
-    return max(range(len(words)), key=scores.__getitem__)
+    best = max(scores)
+    return scores.index(best) if sum(not each < best for each in scores) == 1 else -1

@@ -61,6 +61,7 @@ def drift(
                 chance=math.log(model.vocab) * unit,
                 n=high - low,
                 tokens=length,
+                text=read.name,
             )
             exact = float(costs["float32"][low:high].double().mean()) * unit
             yield found | {

@@ -53,7 +53,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     "mamba2": ("mamba2",) * LAYERS,
     "delta_net": ("delta_net",) * LAYERS,
     "gated_deltanet": ("gated_deltanet",) * LAYERS,
-    "hybrid": ("linear", "linear", "linear", "attention"),
+    "hybrid": ("linear", "attention", "linear", "linear"),  # last, it learns later and not from every seed
 }
 
 FULL: Mapping[str, Sequence[str]] = {

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..results import Record, Results
-from .families import FULL
+from .families import FULL, layers
 from .probes import PROBES, Probe, probe
 
 SIZES = (4, 16, 64)
@@ -103,7 +103,9 @@ def score(run: Run) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
     lesson = run.lesson
-    steps, _, model = list(teach(Lesson(run.family, lesson, run.size, run.steps, run.seed, ROWS)))[-1]
+    until_solved = run.probe not in BEYOND
+    taught = Lesson(run.family, lesson, run.size, run.steps, run.seed, ROWS, until_solved)
+    steps, _, model = list(teach(taught))[-1]
     asked, tail = [lesson], TAIL if run.probe in ("parity", "s3") else 1.0
     if run.probe in BEYOND:
         asked.append(lesson.longer(BEYOND[run.probe]))
@@ -126,7 +128,8 @@ def _crossed(name: str, families: Sequence[str], sizes: Sequence[int], seeds: Se
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    return {**asdict(run), "settings": dict(run.settings), "rows": ROWS}
+    """What makes two runs the same: a family is its layers, whatever its name."""
+    return {**asdict(run), "settings": dict(run.settings), "rows": ROWS, "layers": list(layers(run.family))}
 
 
 def _trained(

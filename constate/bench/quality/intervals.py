@@ -38,10 +38,14 @@ def share(right: Tensor, asked: Tensor) -> tuple[float, float, float]:
     return p, max(0.0, low), min(1.0, high)
 
 
+def times(count: int) -> float:
+    """How many standard errors of the mean of `count` values, two at least, lie on each side of 95%."""
+    return T[count - 2] if count - 2 < len(T) else Z
+
+
 def mean(values: Sequence[float]) -> tuple[float, float, float]:
     """The mean of several seeds' scores and Student's interval; one value alone has none: NaN."""
     if len(values) < 2:
         return values[0], math.nan, math.nan
-    times = T[len(values) - 2] if len(values) - 2 < len(T) else Z
-    middle, half = fmean(values), times * stdev(values) / math.sqrt(len(values))
+    middle, half = fmean(values), times(len(values)) * stdev(values) / math.sqrt(len(values))
     return middle, middle - half, middle + half

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.model import Model
 from ...training.text import Text
-from .intervals import Z
+from .intervals import times
 from .reading import book, costs, first_id, fits, windows
 from .row import row
 
@@ -31,8 +31,8 @@ def positions(
 ) -> Iterator[dict[str, Any]]:
     """A row for each stretch of places: `score` bits a byte there, of `n` tokens; the stretches double.
 
-    At most `most` windows of `length` tokens, each from an empty state. `low` to `high`: 1.96 standard
-    errors over windows. Raises ValueError for a text shorter than a window, and for one longer than the
+    At most `most` windows of `length` tokens, each from an empty state. `low` to `high`: the 95%
+    interval over windows. Raises ValueError for a text shorter than a window, and for one longer than the
     model's positions.
     """
     read = book(model, name, text)
@@ -71,7 +71,7 @@ def _row(
     probe: str, model: Model, name: str, read: Text, setting: str, nats: Tensor, last: int
 ) -> dict[str, Any]:
     each = nats.mean(1).double() * _bits_a_nat(read)
-    half = Z * float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else None
+    half = times(len(each)) * float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else None
     score = _bits(nats, read)
     return row(
         probe,
@@ -84,6 +84,7 @@ def _row(
         low=None if half is None else score - half,
         high=None if half is None else score + half,
         tokens=last,
+        text=read.name,
     )
 
 

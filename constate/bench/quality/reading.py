@@ -42,15 +42,16 @@ def costs(model: Model, rows: Sequence[Tensor], *, start: int, piece: int = PIEC
 
     rows: ids (t,) each, all equally long, on the CPU. The first token is read behind `start`.
     """
-    ids = torch.stack(list(rows)).to(model.device)
-    heard = torch.cat([ids.new_full((len(ids), 1), start), ids[:, :-1]], dim=1)
-    cache = model.init_cache(len(ids), ids.shape[1])
-    for at in range(0, ids.shape[1], piece):
-        here, wanted = heard[:, at : at + piece], ids[:, at : at + piece]
-        spans = Spans.of([here.shape[1]] * len(ids), model.device)
-        logits = model.forward(here.flatten(), spans, cache)
+    length = len(rows[0])
+    cache = model.init_cache(len(rows), length)
+    last = torch.full((len(rows), 1), start, dtype=torch.int64, device=model.device)
+    for at in range(0, length, piece):
+        wanted = torch.stack([row[at : at + piece] for row in rows]).to(model.device)
+        heard, last = torch.cat([last, wanted[:, :-1]], dim=1), wanted[:, -1:]
+        spans = Spans.of([heard.shape[1]] * len(rows), model.device)
+        logits = model.forward(heard.flatten(), spans, cache)
         nats = F.cross_entropy(logits.float(), wanted.flatten(), reduction="none")
-        yield nats.view(len(ids), -1).cpu()
+        yield nats.view(len(rows), -1).cpu()
 
 
 def first_id(model: Model) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.model import Model
+from .texts import met
 
 
 def row(
@@ -20,11 +21,13 @@ def row(
     low: float | None = None,
     high: float | None = None,
     tokens: int = 0,
+    text: str | None = None,
 ) -> dict[str, Any]:
     """`low` to `high` is the score's 95% interval, None where nothing was drawn. The bytes are what one
-    sequence holds behind `tokens` tokens: recurrent state, convolutions' history, keys and values."""
+    sequence holds behind `tokens` tokens: recurrent state, convolutions' history, keys and values. A row of
+    a `text` says too whether the model was trained on it, `contaminated`."""
     held = model.cost(0, tokens).held
-    return {
+    found = {
         "probe": probe,
         "model": name,
         "seed": seed,
@@ -40,3 +43,4 @@ def row(
         "kv_bytes": held.get("kv", 0),
         "dtype": model.weight_dtype,
     }
+    return found if text is None else found | {"contaminated": met(name, text)}

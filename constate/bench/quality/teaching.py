@@ -33,7 +33,8 @@ HALF_LIFE = (512.0, 8192.0)
 @dataclass(frozen=True)
 class Lesson:
     """What is taught to what: a family (families.py) with `size` keys of state, at most `steps` steps of
-    `rows` episodes."""
+    `rows` episodes; `until_solved`, it ends where that is solved before, which is too early for who is asked
+    at greater lengths then."""
 
     family: str
     probe: Probe
@@ -41,6 +42,7 @@ class Lesson:
     steps: int = 600
     seed: int = 0
     rows: int = ROWS
+    until_solved: bool = True
 
 
 def teach(lesson: Lesson) -> Iterator[tuple[int, float, Model]]:
@@ -70,7 +72,7 @@ def teach(lesson: Lesson) -> Iterator[tuple[int, float, Model]]:
             right = _right(model, lesson.probe, lesson.rows, _seed(lesson.seed, -done))
             solved = solved + 1 if right >= SOLVED else 0
             yield done, right, model
-            if solved == 2:
+            if solved == 2 and lesson.until_solved:
                 return
 
 

@@ -128,6 +128,22 @@ def test_cloze_is_won_by_who_knows(model: Model, monkeypatch: pytest.MonkeyPatch
         assert chosen.count(knows) >= 5  # a word may begin as another does
 
 
+@pytest.mark.parametrize("same", [0.0, math.nan])
+def test_who_prefers_no_word_is_not_right(model: Model, monkeypatch: pytest.MonkeyPatch, same: float) -> None:
+    """The right word stands first and would win every tie, and all of a broken model's answers."""
+    monkeypatch.setattr(Scorer, "after", lambda self, asked: [(same, False) for _ in asked])
+    assert cloze(model, "tiny/hybrid", most=3)["score"] == 0.0
+
+
+def test_few_windows_tell_little(model: Model, page: str) -> None:
+    """Of two, Student's interval is 12.7 standard errors to each side."""
+    row = next(positions(model, "tiny/hybrid", page, length=16, most=2))
+    text = book(model, "tiny/hybrid", page)
+    nats = torch.cat([*costs(model, list(windows(text, 16, 2)), start=0)], dim=1).double()
+    half = 12.706 * float(nats.mean(1).std()) / math.sqrt(2) * len(text.ids) / text.nbytes / math.log(2)
+    assert row["high"] - row["score"] == pytest.approx(half, rel=1e-3)
+
+
 def test_a_text_without_such_a_passage_is_told(model: Model, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("The lantern stood. " * 90)
     with pytest.raises(ValueError, match="no passage"):
@@ -161,6 +177,8 @@ def test_a_denoiser_and_a_model_without_text_are_told(page: str) -> None:
     denoiser, mute = constate.load("tiny/mdlm"), constate.load("tiny/mamba2")
     with pytest.raises(ValueError, match="masked diffusion"):
         list(rows("positions", denoiser, "tiny/mdlm", text=page))
+    with pytest.raises(ValueError, match="which sees what follows: probe copy"):
+        list(rows("copy", denoiser, "tiny/mdlm"))
     mute.tokenizer = None
     for name in ("positions", "repeat", "cloze", "drift", "bpb"):
         with pytest.raises(ValueError, match="no tokenizer"):
@@ -189,5 +207,23 @@ def test_rows_of_several_seeds_end_in_their_mean(name: str, model: Model) -> Non
 
 
 def test_a_setting_of_a_text_probe_is_told(model: Model) -> None:
-    with pytest.raises(ValueError, match="has no setting 'pairs'"):
+    with pytest.raises(ValueError, match="has no setting 'pairs'; it has window, every"):
         list(rows("bpb", model, "m", settings={"pairs": 3}))
+    with pytest.raises(ValueError, match="every 0; at least 1"):
+        list(rows("bpb", model, "m", settings={"every": 0}))
+
+
+def test_so_many_episodes_are_asked_as_were_wanted(model: Model) -> None:
+    (row,) = rows("copy", model, "m", settings={"length": 5, "episodes": 7})
+    assert row["n"] == 35 and row["setting"].startswith("5 of 32 symbols")
+    with pytest.raises(ValueError, match="episodes 0; at least 1"):
+        list(rows("copy", model, "m", settings={"episodes": 0}))
+
+
+def test_settings_of_a_text_probe_are_heeded(model: Model, page: str) -> None:
+    (row,) = rows("bpb", model, "m", text=page, settings={"window": 100})
+    assert row["setting"] == "page.txt, windows of 100 tokens"
+    found = list(rows("positions", model, "m", text=page, settings={"length": 40, "most": 2}))
+    assert sum(r["n"] for r in found) == 80
+    (row,) = rows("repeat", model, "m", text=page, settings={"length": 20, "most": 3})
+    assert row["n"] == 60

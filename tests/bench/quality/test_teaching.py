@@ -4,7 +4,7 @@ grid that goes on where it stopped."""
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -151,6 +151,16 @@ def test_a_run_that_is_interrupted_leaves_the_others(tmp_path: Path) -> None:
     assert len(Results(tmp_path / "r.jsonl").records) == 1
     assert len(list(grid.train(runs, Results(tmp_path / "r.jsonl"), jobs=1))) == 3
     assert len(Results(tmp_path / "r.jsonl").records) == 3
+
+
+def test_a_family_of_other_layers_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("hybrid", "recall", 2, 0, 1, {})
+    kept = Results()
+    kept.add("quality", grid._settings(run), [{"kept": True}])
+    assert next(grid.train([run], kept, jobs=1))[1].rows == [{"kept": True}]
+    monkeypatch.setitem(cast(dict, families.FULL), "hybrid", ("linear", "linear", "linear", "attention"))
+    monkeypatch.setattr(grid, "score", lambda run: [{"kept": False}])
+    assert next(grid.train([run], kept, jobs=1))[1].rows == [{"kept": False}]
 
 
 @pytest.mark.parametrize(("name", "said"), [("gated", "known are"), ("linear,atention", "atention")])
