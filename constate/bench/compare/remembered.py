@@ -16,6 +16,7 @@ from ..quality import report as trained
 from ..quality.asked import usual
 from ..quality.findings import Finding, findings
 from ..quality.grid import rows as of_families
+from ..quality.probes import PROBES
 from ..results import Record
 from ..units import listed, size
 from . import charts
@@ -24,12 +25,11 @@ from .evidence import PROBED, Row, of_book
 from .figures import Figure
 from .tables import NOTHING
 
-OF_IDS = ("recall", "copy", "passkey", "parity", "s3")
 COLUMNS: Mapping[str, str] = {
     "bpb": "bits a byte, Shakespeare",
     "repeat": "first and second reading",
     "cloze": "cloze",
-    **{name: name for name in OF_IDS},
+    **{name: name for name in PROBES},
 }
 CHANCE = "by chance"
 
@@ -126,7 +126,7 @@ def _said(mine: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             f"A passage that is read again costs {best} {_less(most)} bits a byte than at first{other}: who "
             "remembered it would pay next to nothing."
         )
-    if asked := [row for row in everything if row["probe"] in OF_IDS]:
+    if asked := [row for row in everything if row["probe"] in PROBES]:
         above = dict.fromkeys(
             f"{r['model']} on {r['probe']}" for r in asked if (r.get("low") or 0) > r["chance"]
         )
@@ -145,8 +145,8 @@ def _less(bits: float) -> str:
 
 
 def _came_out(finding: Finding) -> str:
-    words = {True: "came out", False: "did NOT come out", None: "was not measured"}
-    return f"{words[finding.holds].capitalize()}: {finding.claim} ({finding.source}). Seen: {finding.seen}."
+    words = {True: "Came out", False: "Did not come out", None: "Was not measured"}
+    return f"{words[finding.holds]}: {finding.claim} ({finding.source}). Seen: {finding.seen}."
 
 
 def _by_state(shipped: Sequence[Row], page: Look) -> Iterator[Figure]:

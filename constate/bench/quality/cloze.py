@@ -20,7 +20,7 @@ from .intervals import share
 from .reading import book, fits
 from .row import row
 from .scorer import Scorer
-from .texts import read
+from .texts import read, sentences
 
 CHOICES = 4
 PASSAGES = 200
@@ -71,25 +71,25 @@ def questions(content: str, most: int, seed: int) -> Iterator[Question]:
     """At most `most` passages spread over the text, the same for the same seed: whole sentences, the last of
     which ends in a lower-case word of LEAST letters that stands in an earlier sentence."""
     draw = random.Random(seed)
-    sentences = [" ".join(s.split()) for s in re.split(r"(?<=[.!?])\s+", content)]
-    sizes = [len(s.split()) for s in sentences]
+    told = sentences(content)
+    sizes = [len(s.split()) for s in told]
     found: list[Question] = []
-    for last in range(len(sentences)):
+    for last in range(len(told)):
         first, count = last, sizes[last]
         while first and count < WORDS:
             first -= 1
             count += sizes[first]
-        if count >= WORDS and (question := _question(sentences[first : last + 1], draw)):
+        if count >= WORDS and (question := _question(told[first : last + 1], draw)):
             found.append(question)
     rows = min(most, len(found))
     return (found[i * len(found) // rows] for i in range(rows))
 
 
-def _question(sentences: list[str], draw: random.Random) -> Question | None:
-    ending = re.fullmatch(rf"(.*\s)?([a-z]{{{LEAST},}})[.!?]", sentences[-1])
+def _question(told: list[str], draw: random.Random) -> Question | None:
+    ending = re.fullmatch(rf"(.*\s)?([a-z]{{{LEAST},}})[.!?]", told[-1])
     if not ending or not ending[1]:
         return None
-    before = " ".join(sentences[:-1])
+    before = " ".join(told[:-1])
     earlier = sorted({w for w in re.findall(r"[a-z]+", before) if len(w) >= LEAST})
     word = ending[2]
     others = [w for w in earlier if w != word]

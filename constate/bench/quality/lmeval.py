@@ -11,7 +11,6 @@ computed is scorer.py's.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -21,7 +20,7 @@ from ...loading import load
 from .asked import DEPTHS
 from .cloze import questions
 from .scorer import Scorer
-from .texts import BOOK, read
+from .texts import BOOK, read, sentences
 
 NEW = 256  # tokens written where a task does not say
 BATCH = 16  # prompts written behind together: a bound on memory alone
@@ -170,15 +169,14 @@ def _passkey() -> dict[str, Any]:
     """A number said once, at five depths of a passage of the unseen book, and asked for behind it: acc, of
     ten. After Mohtashami & Jaggi (2305.16300, section 4.2), with a book in place of their repeated filler."""
     draw = random.Random(0)
-    sentences = [" ".join(s.split()) for s in re.split(r"(?<=[.!?])\s+", read(BOOK)[1])]
-    asked = []
+    book, asked = sentences(read(BOOK)[1]), []
     for i in range(KEYS):
-        first = last = i * len(sentences) // KEYS
-        while len(" ".join(sentences[first:last]).split()) < HAY:
+        first = last = i * len(book) // KEYS
+        while len(" ".join(book[first:last]).split()) < HAY:
             last += 1
         keys = [str(key) for key in draw.sample(range(10_000, 100_000), CHOICES)]
         at = first + round((last - first) * DEPTHS[i % len(DEPTHS)] / 100)
-        told = [*sentences[first:at], f"The pass key is {keys[0]}.", *sentences[at:last], "The pass key is"]
+        told = [*book[first:at], f"The pass key is {keys[0]}.", *book[at:last], "The pass key is"]
         asked.append({"passage": " ".join(told), "choices": keys})
     return {"data": asked, "task": CHOICE}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ...loading import checkpoints
@@ -30,6 +31,11 @@ def read(text: str | None) -> tuple[str, str]:
         raise ValueError(f"--text {name}: neither {BOOK}, {SECOND} nor a file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"--text {name}: not UTF-8 ({error}); plain text is wanted") from None
+
+
+def sentences(content: str) -> list[str]:
+    """A text's sentences, each on one line: split behind every ., ! and ? that a blank follows."""
+    return [" ".join(s.split()) for s in re.split(r"(?<=[.!?])\s+", content)]
 
 
 def of(setting: str) -> str:
